@@ -1,0 +1,22 @@
+"""Settings that every test shares: strict JAX, CPU, and the optional corpus beside the checkout."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_threefry_partitionable", True)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> pathlib.Path:
+    """The folder of corpora and evaluation data that some machines have; skips where it is absent."""
+    default = pathlib.Path(__file__).resolve().parents[2] / "shared"
+    path = pathlib.Path(os.environ.get("DECONSTRUCT_SHARED", default))
+    if not (path / "corpus").is_dir():
+        pytest.skip(f"{path}/corpus is absent; set DECONSTRUCT_SHARED to run this test")
+    return path
