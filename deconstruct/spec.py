@@ -207,20 +207,14 @@ PLANS: dict[str, Callable[[int], set[int]]] = {
 }
 
 
-def plan_layers(
-    num_layers: int,
-    mixer: str,
-    plan: str,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> tuple[LayerSpec, ...]:
+def plan_layers(num_layers: int, mixer: str, plan: str) -> tuple[LayerSpec, ...]:
     """The layers of a named plan.
 
     Args:
       num_layers: layers in the model.
       mixer: the simple mixer, or several joined by `+`, which then take turns over the layers
-        that are not standard.
+        that are not standard; each may carry options: `rnd_emb_qk[sigma=0.05]+approximate`.
       plan: a key of `PLANS`.
-      options: mixer name to its options, for every layer with that mixer.
 
     Raises:
       ValueError: an unknown plan, or one that does not fit the mixer or the number of layers.
@@ -229,10 +223,10 @@ def plan_layers(
         raise ValueError(unknown_name("layer plan", plan, PLANS))
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, not {num_layers}")
-    simple = mixer.split("+")
+    simple = [_parse_mixer(word) for word in mixer.split("+")]
     standard = PLANS[plan](num_layers)
     if plan != "uniform":
-        if STANDARD in simple:
+        if STANDARD in dict(simple):
             raise ValueError(
                 f"plan {plan!r} already says which layers are {STANDARD!r}; name a simple mixer, "
                 f"or use plan 'uniform' for a model of standard layers"
@@ -248,19 +242,11 @@ def plan_layers(
             f"{len(simple)} mixers of {mixer!r}; use more layers or fewer mixers"
         )
     turns = iter(range(num_layers))
-    names = [
-        STANDARD if number in standard else simple[next(turns) % len(simple)]
-        for number in range(1, num_layers + 1)
-    ]
-    return _with_options(names, options or {})
-
-
-def _with_options(names, options: Mapping[str, Mapping[str, Any]]) -> tuple[LayerSpec, ...]:
-    for mixer in options:
-        if mixer not in names:
-            raise ValueError(f"options are given for mixer {mixer!r}, which no layer uses")
     return tuple(
-        LayerSpec(number, name, options.get(name, {})) for number, name in enumerate(names, start=1)
+        LayerSpec(number, STANDARD)
+        if number in standard
+        else LayerSpec(number, *simple[next(turns) % len(simple)])
+        for number in range(1, num_layers + 1)
     )
 
 
@@ -283,7 +269,7 @@ def parse_layers(num_layers: int, text: str) -> tuple[LayerSpec, ...]:
         mixer, options = _parse_mixer(head)
         for number in _parse_numbers(numbers) if located else [position]:
             if not 1 <= number <= num_layers:
-                raise ValueError(f"layers: {word!r} names layer {number} of a model of {num_layers}")
+                raise ValueError(f"{word!r} names layer {number} of a model of {num_layers}")
             if number in chosen:
                 raise ValueError(
                     f"layers: layer {number} is both {chosen[number].mixer!r} and {mixer!r}"
@@ -297,16 +283,16 @@ def parse_layers(num_layers: int, text: str) -> tuple[LayerSpec, ...]:
 def _parse_mixer(word: str) -> tuple[str, dict[str, Any]]:
     mixer, bracket, rest = word.partition("[")
     if bracket and not rest.endswith("]"):
-        raise ValueError(f"layers: {word!r} opens '[' and does not close it")
+        raise ValueError(f"{word!r} opens '[' and does not close it")
     options = {}
     for pair in rest.removesuffix("]").split(",") if bracket else []:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"layers: option {pair!r} of {word!r} is not of the form name=value")
+            raise ValueError(f"option {pair!r} of {word!r} is not of the form name=value")
         try:
             options[key] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
-            raise ValueError(f"layers: the value of {pair!r} in {word!r} is no number") from None
+            raise ValueError(f"the value of {pair!r} in {word!r} is no number") from None
     return mixer, options
 
 

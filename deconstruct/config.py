@@ -1,0 +1,302 @@
+"""A run's configuration: frozen dataclasses, checked once at the door.
+
+Config files are Python functions that fill an `ml_collections.ConfigDict` made from these
+dataclasses (`default()`), so a key exists here or nowhere. `parse` turns it back into a `Config`.
+Nothing here imports JAX: a wrong key is refused before the slow imports.
+"""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from deconstruct import spec as spec_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is read.
+
+    Attributes:
+      path: directory of prepared data, made by `deconstruct.data.prepare`.
+      prepare_source: with a `path` that does not exist yet, prepare it from this source first.
+      prepare_tokenizer: the tokenizer for that, as `--tokenizer` of `prepare`.
+      isolate_documents: whether mixers see only the token's own document.
+      num_workers: loader processes; 0 reads in the trainer's own process.
+      validation: names of the held-out splits to validate on.
+      validation_rows: rows of each that are read, from the first; None reads all.
+      fixed_text: file whose first max_len tokens are the `fixed_seq_qk` text; None takes the
+        first tokens of the training split.
+    """
+
+    path: str | None = None
+    prepare_source: str | None = None
+    prepare_tokenizer: str | None = None
+    isolate_documents: bool = False
+    num_workers: int = 0
+    validation: tuple[str, ...] = ("validation",)
+    validation_rows: int | None = None
+    fixed_text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What the model is; `build` makes the spec. Sizes are those of `ModelSpec`.
+
+    Attributes:
+      mixer: the simple mixer of `plan`, or several joined by `+`, each perhaps with options:
+        `mlp[width=96]`.
+      plan: a name of `spec.PLANS`.
+      layers: an explicit list in the grammar of `spec.parse_layers`; in place of mixer and plan.
+      vocab_size: token ids; None takes the tokenizer's.
+    """
+
+    num_layers: int = 4
+    model_dim: int = 256
+    feed_forward_dim: int = 1024
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    mixer: str = "standard"
+    plan: str = "uniform"
+    layers: str | None = None
+    vocab_size: int | None = None
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def build(self, max_len: int, vocab_size: int) -> spec_lib.ModelSpec:
+        """The spec, its layers not yet resolved against the mixers.
+
+        Args:
+          max_len: tokens a row.
+          vocab_size: used where the config leaves it to the tokenizer.
+
+        Raises:
+          ValueError: a plan and an explicit list together; whatever the spec refuses.
+        """
+        if self.layers is not None:
+            if (self.mixer, self.plan) != (ModelConfig.mixer, ModelConfig.plan):
+                raise ValueError(
+                    "model.layers names every layer by itself; leave model.mixer and model.plan "
+                    "at their defaults beside it"
+                )
+            layers = spec_lib.parse_layers(self.num_layers, self.layers)
+        else:
+            layers = spec_lib.plan_layers(self.num_layers, self.mixer, self.plan)
+        shared = {f.name for f in dataclasses.fields(spec_lib.ModelSpec)} - {"layers"}
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        sizes = {name: value for name, value in own.items() if name in shared}
+        sizes["num_kv_heads"] = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        sizes["vocab_size"] = vocab_size if self.vocab_size is None else self.vocab_size
+        return spec_lib.ModelSpec(max_len=max_len, layers=layers, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule; the peak rate is the run's `learning_rate`.
+
+    Attributes:
+      warmup_steps: steps of linear warm-up from 0.
+      schedule: "cosine" (half a cosine down to final_fraction of the peak) or "constant".
+      schedule_steps: the step at which the schedule ends; None takes num_steps.
+      clip_norm: largest global gradient norm; None does not clip.
+      z_loss: weight of log(Z)^2 in the loss.
+    """
+
+    warmup_steps: int = 2000
+    schedule: str = "cosine"
+    schedule_steps: int | None = None
+    final_fraction: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.9999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    z_loss: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; `data=None` takes all devices that are left."""
+
+    data: int | None = None
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+    """How the model runs, which changes no result beyond rounding.
+
+    Attributes:
+      platform: "cpu", "gpu", "tpu" must be there; "auto" takes the best one.
+      dtype: "float32" or "bfloat16"; "auto" is bfloat16 on accelerators, float32 on CPU.
+      layout: "loop" or "scan" over the layers; "auto" scans on accelerators.
+      remat: "none", "dots" or "full": what the backward recomputes.
+      micro_batches: parts of a step's batch whose gradients are accumulated.
+    """
+
+    platform: str = "auto"
+    dtype: str = "auto"
+    layout: str = "auto"
+    remat: str = "none"
+    micro_batches: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """Attributes:
+    tensorboard: whether TensorBoard events are written.
+    wandb_project: Weights & Biases project; None does not use it.
+    diagnose_every: steps between per-layer diagnostics; None never.
+    sample_prompt: prompt of the sample that is printed at the end; None prints none.
+    """
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    diagnose_every: int | None = None
+    sample_prompt: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFiniteConfig:
+    """What happens at a step whose loss or gradient is not finite; its update is never applied.
+
+    Attributes:
+      policy: "stop" ends the run with an error; "skip" counts the step and goes on.
+      max_skips: with "skip", how many in all before the run stops.
+    """
+
+    policy: str = "stop"
+    max_skips: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. `batch_size` counts sequences a step; the `*_every` values count steps."""
+
+    num_steps: int = 28_610
+    batch_size: int = 256
+    max_len: int = 2048
+    seed: int = 0
+    learning_rate: float = 4e-4
+    checkpoint_every: int = 1000
+    validate_every: int = 1000
+    log_every: int = 10
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    non_finite: NonFiniteConfig = dataclasses.field(default_factory=NonFiniteConfig)
+
+    def __post_init__(self):
+        positive = {
+            "num_steps": self.num_steps,
+            "batch_size": self.batch_size,
+            "max_len": self.max_len,
+            "learning_rate": self.learning_rate,
+            "checkpoint_every": self.checkpoint_every,
+            "validate_every": self.validate_every,
+            "log_every": self.log_every,
+            "compute.micro_batches": self.compute.micro_batches,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if self.batch_size % self.compute.micro_batches:
+            raise ValueError(
+                f"compute.micro_batches={self.compute.micro_batches} does not divide "
+                f"batch_size={self.batch_size}"
+            )
+        choices = {
+            "compute.platform": (self.compute.platform, ("auto", "cpu", "gpu", "tpu")),
+            "compute.dtype": (self.compute.dtype, ("auto", "float32", "bfloat16")),
+            "compute.layout": (self.compute.layout, ("auto", "loop", "scan")),
+            "compute.remat": (self.compute.remat, ("none", "dots", "full")),
+            "optimizer.schedule": (self.optimizer.schedule, ("cosine", "constant")),
+            "non_finite.policy": (self.non_finite.policy, ("stop", "skip")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ValueError(spec_lib.unknown_name(f"value of {name}", value, known))
+
+
+def default() -> ml_collections.ConfigDict:
+    """A ConfigDict with every key at its default, for config files to fill in."""
+    return _to_config_dict(Config())
+
+
+def _to_config_dict(instance) -> ml_collections.ConfigDict:
+    record = ml_collections.ConfigDict()
+    hints = typing.get_type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        value, hint = getattr(instance, field.name), hints[field.name]
+        if dataclasses.is_dataclass(value):
+            record[field.name] = _to_config_dict(value)
+        elif types.NoneType in typing.get_args(hint):
+            record[field.name] = config_dict.placeholder(_optional(hint))
+            record[field.name] = value
+        else:
+            record[field.name] = value
+    return record.lock()
+
+
+def _optional(hint) -> type:
+    """The type T of a `T | None` annotation."""
+    return next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+
+
+def parse(record: ml_collections.ConfigDict) -> Config:
+    """The run that a filled-in ConfigDict describes.
+
+    Raises:
+      ValueError: an unknown key (with the nearest name), a value of the wrong type, a value that
+        no run can have.
+    """
+    return _parse(Config, record, "")
+
+
+def _parse(cls, record, prefix: str):
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key in record:
+        if key not in fields:
+            raise ValueError(spec_lib.unknown_name(f"config key {prefix + key!r}:", key, fields))
+        value = record[key]
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = _parse(hint, value, f"{prefix}{key}.")
+        else:
+            values[key] = _checked(prefix + key, value, hint)
+    return cls(**values)
+
+
+def _checked(name: str, value, hint):
+    """The value as `hint` has it; ints pass as floats, lists as tuples, nothing else changes."""
+    if value is None and types.NoneType in typing.get_args(hint):
+        return None
+    wanted = _optional(hint) if types.NoneType in typing.get_args(hint) else hint
+    origin = typing.get_origin(wanted) or wanted
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(value)
+    if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
+        raise ValueError(
+            f"{name} must be of type {getattr(origin, '__name__', origin)}, not {value!r}"
+        )
+    return value
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The run as plain nested dicts, as `config.json` holds it."""
+    return dataclasses.asdict(config)
