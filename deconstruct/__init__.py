@@ -1,1 +1,1 @@
-"""Pretrain decoder language models whose layers each name their own token mixer, and measure each."""
+"""Pretrain decoder language models whose layers each name their own token mixer."""

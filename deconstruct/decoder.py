@@ -93,9 +93,6 @@ def _table(spec: ModelSpec) -> Table:
     return Table(spec.vocab_size, spec.padded_vocab_size, spec.model_dim, spec.init_std)
 
 
-# Initial values.
-
-
 def init(spec: ModelSpec, key: jax.Array) -> Params:
     """Initial parameters in the per-layer layout, each leaf boxed with its logical axis names.
 
@@ -141,9 +138,6 @@ def init_fixed(spec: ModelSpec, text_ids=None) -> dict[str, jax.Array]:
     return starts
 
 
-# The two layouts.
-
-
 def segment_name(index: int) -> str:
     return f"segment_{index:02d}"
 
@@ -162,13 +156,11 @@ def stack_layers(spec: ModelSpec, params: Params) -> Params:
             for layer in spec.layers[segment.start : segment.start + segment.unit_len]:
                 stacked[layer.name] = params[layer.name]
             continue
-        stacked[segment_name(index)] = {
-            f"block_{position:02d}": jax.tree.map(
-                _stack_leaves, *(params[layer.name] for layer in _unit_layers(spec, segment, position)),
-                is_leaf=_is_box,
-            )
-            for position in range(segment.unit_len)
-        }  # fmt: skip
+        blocks = stacked[segment_name(index)] = {}
+        for position in range(segment.unit_len):
+            alike = [params[layer.name] for layer in _unit_layers(spec, segment, position)]
+            stack = jax.tree.map(_stack_leaves, *alike, is_leaf=_is_box)
+            blocks[f"block_{position:02d}"] = stack
     return stacked
 
 
@@ -182,7 +174,9 @@ def unstack_layers(spec: ModelSpec, params: Params) -> Params:
             stacked = params[segment_name(index)][f"block_{position:02d}"]
             for repeat, layer in enumerate(_unit_layers(spec, segment, position)):
                 flat[layer.name] = jax.tree.map(
-                    lambda leaf, repeat=repeat: _unstack_leaf(leaf, repeat), stacked, is_leaf=_is_box
+                    lambda leaf, repeat=repeat: _unstack_leaf(leaf, repeat),
+                    stacked,
+                    is_leaf=_is_box,
                 )
     return flat
 
@@ -202,9 +196,6 @@ def _unstack_leaf(leaf, repeat: int):
     if _is_box(leaf):
         return leaf.replace(value=leaf.unbox()[repeat], names=leaf.names[1:])
     return leaf[repeat]
-
-
-# The fixed streams.
 
 
 def stream_names(spec: ModelSpec) -> list[str]:
@@ -232,7 +223,9 @@ def streams(spec: ModelSpec, params: Params, fixed, length: int, compute: Comput
         )
     starts = []
     for name in names:
-        start = MIXERS[name].start_stream(fixed[name], _embedder(spec, params, compute), compute.dtype)
+        start = MIXERS[name].start_stream(
+            fixed[name], _embedder(spec, params, compute), compute.dtype
+        )
         starts.append(start[:length])
     x_RLD = jnp.stack(starts)
 
@@ -293,14 +286,15 @@ def _run_layers(spec: ModelSpec, params: Params, x, per_layer: Params, step):
         unit = spec.layers[segment.start : segment.start + segment.unit_len]
         if name in params:
             x, outs = _scan_segment(unit, params[name], x, per_layer.get(name, {}), step)
-            collected[name] = outs
+            if outs:
+                collected[name] = outs
             continue
         end = segment.start + segment.unit_len * segment.repeats
         for layer in spec.layers[segment.start : end]:
             x, out = step(x, layer, params[layer.name], per_layer.get(layer.name))
             if out is not None:
                 collected[layer.name] = out
-    return x, {name: value for name, value in collected.items() if value != {}}
+    return x, collected
 
 
 def _scan_segment(unit, stacked_params, x, per_layer, step):
@@ -317,9 +311,6 @@ def _scan_segment(unit, stacked_params, x, per_layer, step):
         return x, outs
 
     return jax.lax.scan(body, x, (stacked_params, per_layer))
-
-
-# The forward.
 
 
 def hidden(
@@ -396,9 +387,7 @@ def each_layer(spec, params, fixed, tokens_BT, methods, *, compute: Compute = Co
     stream_states = streams(spec, params, fixed, length, compute)
     embeddings_BTD = x_BTD = _embedder(spec, params, compute)(tokens_BT)
     for layer in spec.layers:
-        ctx = _context(
-            layer, _arange(length), None, embeddings_BTD, stream_states.get(layer.name)
-        )
+        ctx = _context(layer, _arange(length), None, embeddings_BTD, stream_states.get(layer.name))
         block = Block(spec, layer, compute.dtype)
         variables = {"params": params[layer.name]}
         answers = {
@@ -407,9 +396,6 @@ def each_layer(spec, params, fixed, tokens_BT, methods, *, compute: Compute = Co
         }
         yield layer, x_BTD, answers
         x_BTD = block.apply(variables, x_BTD, ctx)
-
-
-# Cached decoding.
 
 
 def init_cache(spec, params, fixed, batch_size: int, length: int, *, compute: Compute = Compute()):

@@ -1,4 +1,4 @@
-"""The parts that every block is made of: norms, projections, rotary positions, feed-forward, tables.
+"""The parts of a block: norms, projections, rotary positions, feed-forward, tables.
 
 Axes: B batch, T time, N = B * T, D model, H heads, K head size, F feed-forward, V vocabulary,
 I and O the input and output width of a projection. Parameters are float32 and carry logical axis
@@ -49,7 +49,9 @@ class Projection(nn.Module):
         x_NI = x_BTI.reshape(-1, x_BTI.shape[-1]).astype(self.dtype)
         y_NO = x_NI @ kernel_IO.astype(self.dtype)
         if self.use_bias:
-            bias_O = self.param("bias", logical(nn.initializers.zeros, self.axes[1]), (y_NO.shape[-1],))
+            bias_O = self.param(
+                "bias", logical(nn.initializers.zeros, self.axes[1]), (y_NO.shape[-1],)
+            )
             y_NO = y_NO + bias_O.astype(self.dtype)[None, :]
         return y_NO.reshape(*x_BTI.shape[:-1], self.features)
 
@@ -110,7 +112,9 @@ class Table(nn.Module):
         def init(key, shape):
             return init_table(key, self.vocab_size, *shape, self.init_std)
 
-        self.table = self.param("table", logical(init, "vocab", "embed"), (self.padded_size, self.dim))
+        self.table = self.param(
+            "table", logical(init, "vocab", "embed"), (self.padded_size, self.dim)
+        )
 
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return jnp.take(self.table, tokens_BT, axis=0, mode="fill").astype(dtype)

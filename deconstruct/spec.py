@@ -8,6 +8,7 @@ evaluation, analysis and generation build the model from. Layers count from 1, a
 import ast
 import dataclasses
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ class ModelSpec:
         numbers = [layer.number for layer in self.layers]
         if not numbers:
             raise ValueError("a model needs at least one layer; this one names none")
-        if numbers[0] < 1 or any(b <= a for a, b in zip(numbers, numbers[1:], strict=False)):
+        if numbers[0] < 1 or any(b <= a for a, b in itertools.pairwise(numbers)):
             raise ValueError(f"layer numbers must rise from 1 without repeats, not {numbers}")
 
     @property

@@ -145,9 +145,7 @@ class QKVMixer(Mixer):
     def dot_scores(self, q_BTHK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
         """q.k / sqrt(K) in float32: (B, H, T, S)."""
         k_BSHK = self.per_head(k_BSGK)
-        s_BHTS = jnp.einsum(
-            "BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32
-        )
+        s_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
         return s_BHTS / jnp.sqrt(jnp.float32(self.spec.head_dim))
 
     def per_head(self, x_BTGK: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`non_approximate`: a causal softmax over time of a score of the key's position alone (eq. 7-8)."""
+"""`non_approximate`: a causal softmax over time of scores of the keys alone (eq. 7-8)."""
 
 import flax.linen as nn
 import jax.numpy as jnp

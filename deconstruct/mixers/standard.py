@@ -31,7 +31,9 @@ class Standard(QKVMixer):
 
     def read_cache(self, scores_BH1S: jax.Array, v_BSGK: jax.Array, ctx) -> jax.Array:
         """Softmax over the positions written so far, applied to the cached values: o_B1HK."""
-        written = jnp.arange(v_BSGK.shape[1])[None, None, None, :] <= ctx.positions_BT[:, None, :, None]
+        written = (
+            jnp.arange(v_BSGK.shape[1])[None, None, None, :] <= ctx.positions_BT[:, None, :, None]
+        )
         a_BH1S = self.normalise(scores_BH1S, written)
         v_BSHK = self.per_head(v_BSGK).astype(jnp.float32)
         return jnp.einsum("BHTS,BSHK->BTHK", a_BH1S, v_BSHK).astype(self.dtype)
