@@ -6,6 +6,7 @@ Nothing here imports JAX: a wrong key is refused before the slow imports.
 """
 
 import dataclasses
+import difflib
 import types
 import typing
 from typing import Any
@@ -227,11 +228,48 @@ class Config:
         for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(spec_lib.unknown_name(f"value of {name}", value, known))
+        self.model.build(self.max_len, vocab_size=1)  # refuses what no vocabulary would mend
 
 
 def default() -> ml_collections.ConfigDict:
     """A ConfigDict with every key at its default, for config files to fill in."""
     return _to_config_dict(Config())
+
+
+def key_type(key: str) -> Any:
+    """The annotation of a dotted key; ValueError with the nearest name for one that is unknown."""
+    hint: Any = Config
+    for part in key.split("."):
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        if part not in hints:
+            raise ValueError(unknown_key(key))
+        hint = hints[part]
+    return hint
+
+
+def check_optional(key: str, hint: Any) -> None:
+    """Refuses None for a key whose annotation has no None."""
+    if types.NoneType not in typing.get_args(hint):
+        raise ValueError(f"config key {key!r} must have a value, not None")
+
+
+def unknown_key(key: str) -> str:
+    """The line that refuses a key, dotted or bare, with the nearest that exist."""
+    known = _dotted_keys(Config, "")
+    by_name = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.5)
+    hint = f"; did you mean {by_name.get(near[0], near[0])!r}?" if near else ""
+    return f"unknown config key {key!r}{hint} (all keys and their meaning: deconstruct/config.py)"
+
+
+def _dotted_keys(cls, prefix: str) -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(cls).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(hint):
+            keys += _dotted_keys(hint, f"{prefix}{name}.")
+    return keys
 
 
 def _to_config_dict(instance) -> ml_collections.ConfigDict:
@@ -270,7 +308,7 @@ def _parse(cls, record, prefix: str):
     values = {}
     for key in record:
         if key not in fields:
-            raise ValueError(spec_lib.unknown_name(f"config key {prefix + key!r}:", key, fields))
+            raise ValueError(unknown_key(prefix + key))
         value = record[key]
         hint = hints[key]
         if dataclasses.is_dataclass(hint):

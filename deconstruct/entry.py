@@ -1,0 +1,101 @@
+"""How a command begins and ends: flags and config at the door, errors on one line.
+
+A user's mistake is one line and a non-zero exit; only a bug of ours shows a traceback. Nothing here
+imports JAX, so that a wrong key is refused before the slow imports.
+"""
+
+import functools
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from deconstruct import config as config_lib
+
+_OVERRIDE = re.compile(r"--?config\.([\w.]+)(?:=(.*))?", re.DOTALL)
+_MISSING_KEY = re.compile(r'Key "(\w+)" does not exist')
+
+
+def one_line_errors(main: Callable) -> Callable:
+    """`main` with its ValueErrors printed as one line; `-v=1` shows the traceback as well."""
+
+    @functools.wraps(main)
+    def wrapped(argv):
+        if argv[1:]:
+            return _fail(f"unknown argument {argv[1]!r}; flags begin with --")
+        try:
+            return main(argv)
+        except ValueError as error:
+            logging.vlog(1, "traceback of the error below", exc_info=True)
+            return _fail(str(error))
+
+    return wrapped
+
+
+def define_config_flag():
+    """The `--config=FILE.py[:ARGUMENT]` flag with its `--config.KEY=VALUE` overrides."""
+    return config_flags.DEFINE_config_file(
+        "config", None, "config file, its argument after a colon; --config.KEY=VALUE overrides"
+    )
+
+
+def run(main: Callable) -> None:
+    """`absl.app.run` with every error of flags and config file as one line."""
+    app.run(one_line_errors(main), flags_parser=parse_flags)
+
+
+def parse_flags(args: list[str]) -> list[str]:
+    """absl's flag parser. `None` is a value of any optional config key.
+
+    Exits with status 1 and one line for an unknown flag or key, a value that does not parse, or a
+    config file that does not load.
+    """
+    if any(arg in ("--help", "-help", "--helpfull", "-h", "-?") for arg in args):
+        return app.parse_flags_with_usage(args)
+    unset = []
+    try:
+        for arg in args[1:]:
+            override = _OVERRIDE.fullmatch(arg)
+            if override is None:
+                _check_config_file(arg)
+                continue
+            hint = config_lib.key_type(override[1])
+            if override[2] in ("None", "none"):
+                config_lib.check_optional(override[1], hint)
+                unset.append((arg, override[1]))
+        remaining = flags.FLAGS([arg for arg in args if arg not in dict(unset)])
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            flags.FLAGS.config.keys()  # a file that did not load raises only when it is touched
+            for _, key in unset:
+                flags.FLAGS.config.update_from_flattened_dict({key: None})
+        return remaining
+    except (flags.Error, ValueError, AttributeError, TypeError, OSError, SyntaxError) as error:
+        sys.exit(_fail(_explain(error)))
+
+
+def _check_config_file(arg: str) -> None:
+    name, _, value = arg.lstrip("-").partition("=")
+    path = pathlib.Path(value.partition(":")[0]).expanduser()
+    if name == "config" and not path.is_file():
+        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        found = f"; {path.parent} holds {', '.join(beside)}" if beside else ""
+        raise ValueError(f"config file {path} does not exist{found}")
+
+
+def _explain(error: Exception) -> str:
+    """One sentence for what config files and their flags raise."""
+    text = str(error)
+    if missing := _MISSING_KEY.search(text):
+        return f"in the config file: {config_lib.unknown_key(missing[1])}"
+    if "Error whilst parsing config file" in text:
+        lines = [line for line in text.strip().splitlines() if line.strip()]
+        return f"in the config file: {lines[-1].partition(': ')[2] or lines[-1]}"
+    return text
+
+
+def _fail(text: str) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return 1

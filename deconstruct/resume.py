@@ -1,0 +1,124 @@
+"""Where a run starts: what a checkpoint must agree with, and the state that it gives back."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+
+from deconstruct import checkpoint, decoder, step
+from deconstruct import config as config_lib
+from deconstruct.setup import Run
+from deconstruct.step import TrainState
+
+# Config keys whose change cannot move a loss beyond rounding: where and how the run computes, what
+# it reports and when. All others are compared with the checkpoint's.
+FREE_KEYS = frozenset(
+    {
+        "config.num_steps",
+        "config.checkpoint_every",
+        "config.validate_every",
+        "config.log_every",
+        "config.log",
+        "config.mesh",
+        "config.non_finite",
+        "config.compute.platform",
+        "config.compute.layout",
+        "config.compute.remat",
+        "config.compute.micro_batches",
+        "config.data.path",
+        "config.data.num_workers",
+        "config.data.prepare_source",
+        "config.data.prepare_tokenizer",
+        "config.data.validation",
+        "config.data.validation_rows",
+    }
+)
+
+
+def identity_of(run: Run) -> checkpoint.Identity:
+    """What a checkpoint must agree with; defaults that follow other keys are written out."""
+    config = run.config
+    optimizer = config.optimizer
+    if optimizer.schedule_steps is None:
+        optimizer = dataclasses.replace(optimizer, schedule_steps=config.num_steps)
+    compute = dataclasses.replace(config.compute, dtype=jnp.dtype(run.program.compute.dtype).name)
+    resolved = dataclasses.replace(config, optimizer=optimizer, compute=compute)
+    return checkpoint.Identity(
+        seed=config.seed,
+        spec=json.loads(run.spec.to_json()),
+        config=config_lib.to_dict(resolved),
+        tokenizer_fingerprint=run.dataset.tokenizer.sha256,
+        data_fingerprint=run.dataset.fingerprint,
+    )
+
+
+def starting_state(run: Run, saved: checkpoint.Checkpointer) -> tuple[TrainState, int]:
+    """(the state to go on from, tokens trained so far), by the first case that applies.
+
+    1. No checkpoint: initial values from the seed.
+    2. The newest checkpoint that loads, of this very run: its step, weights and moments.
+    3. A checkpoint past num_steps, of another run, or none that loads: a ValueError.
+    """
+    program, mesh = run.program, run.mesh
+    abstract = step.abstract_state(program, mesh)
+    found = saved.restore(*stored_form(program, abstract))
+    if found is None:
+        print("starting from step 0: no checkpoint is here")
+        return step.init_state(program, mesh, run.config.seed, run.text_ids), 0
+    at = found.metadata.step
+    if at > run.config.num_steps:
+        raise ValueError(
+            f"{run.workdir} is at step {at}, past num_steps={run.config.num_steps}: raise num_steps"
+        )
+    print(f"resuming from step {at}")
+    return _memory_form(program, found, mesh), found.metadata.tokens
+
+
+def _is_params(tree) -> bool:
+    return isinstance(tree, dict) and "final_norm" in tree
+
+
+def _map_params(function, tree):
+    """`function` on every subtree that has the form of the parameters (the moments have it too)."""
+    return jax.tree.map(
+        lambda sub: function(sub) if _is_params(sub) else sub, tree, is_leaf=_is_params
+    )
+
+
+def stored_form(program: step.Program, state: TrainState):
+    """(weights, optimizer) as checkpoints hold them, per layer; of arrays or of their shapes."""
+    unstack = functools.partial(decoder.unstack_layers, program.spec)
+    weights = {"params": state.params, "fixed": state.fixed}
+    optimizer = {"state": state.opt_state, "skipped": state.skipped}
+    if not program.scan_layers:
+        return weights, optimizer
+
+    def convert(tree):
+        return _map_params(unstack, tree)
+
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        return jax.eval_shape(convert, weights), jax.eval_shape(convert, optimizer)
+    return jax.jit(convert)(weights), jax.jit(convert)(optimizer)
+
+
+def _memory_form(program: step.Program, found: checkpoint.Restored, mesh) -> TrainState:
+    """The inverse of `stored_form`, placed as the step wants it."""
+    abstract = step.abstract_state(program, mesh)
+    stack = functools.partial(decoder.stack_layers, program.spec)
+
+    def build(weights, optimizer):
+        if program.scan_layers:
+            weights, optimizer = _map_params(stack, weights), _map_params(stack, optimizer)
+        return TrainState(
+            step=jnp.int32(found.metadata.step),
+            skipped=optimizer["skipped"],
+            params=weights["params"],
+            opt_state=optimizer["state"],
+            fixed=weights["fixed"],
+        )
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    with jax.set_mesh(mesh):
+        return jax.jit(build, out_shardings=shardings)(found.weights, found.optimizer)

@@ -1,0 +1,347 @@
+"""One training run: where it starts, the loop, and what it leaves behind.
+
+The workdir holds config.json, spec.json, tokenizer.json, metrics.jsonl, tensorboard/ and
+checkpoints/. Running again with the same config and workdir resumes: the losses are those of a run
+that was never stopped, bit for bit on the same platform and device count.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from deconstruct import checkpoint, flops, generate, metrics, objective, sharding, step
+from deconstruct import tokenizer as tokenizer_lib
+from deconstruct.config import Config
+from deconstruct.data import loader
+from deconstruct.resume import FREE_KEYS, identity_of, starting_state, stored_form
+from deconstruct.setup import Run, choose_devices, open_workdir, set_up
+from deconstruct.step import TrainState
+
+_log = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 48
+DIAGNOSED_ROWS = 1
+
+
+def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> None:
+    """Trains to `config.num_steps`, from the newest checkpoint in `workdir` where there is one.
+
+    Args:
+      config: the run.
+      workdir: its directory; made when it is not there.
+      allow_change: dotted keys (`config.learning_rate`, `data_fingerprint`) that may differ from
+        the checkpoint's.
+
+    Raises:
+      ValueError: whatever the user can mend: config, data, workdir, a checkpoint of another run, a
+        step that is not finite.
+    """
+    devices = choose_devices(config.compute.platform)
+    run = set_up(config, open_workdir(workdir), devices)
+    identity = identity_of(run)
+    with checkpoint.Checkpointer(
+        run.workdir, identity, free=FREE_KEYS, allowed=allow_change
+    ) as saved:
+        state, tokens = starting_state(run, saved)
+        write_facts(run, identity)
+        with metrics.MetricsWriter(
+            run.workdir,
+            restored_step=int(state.step) or None,
+            tensorboard=config.log.tensorboard,
+            wandb_project=config.log.wandb_project,
+        ) as writer:
+            state = Loop(run, saved, writer, tokens).run(state)
+    conclude(run, state)
+
+
+def write_facts(run: Run, identity: checkpoint.Identity) -> None:
+    """config.json, spec.json and tokenizer.json, once it is sure that the workdir is this run's."""
+    if jax.process_index() != 0:
+        return
+    for name, text in (
+        ("config.json", json.dumps(identity.config, indent=1)),
+        ("spec.json", run.spec.to_json()),
+        (tokenizer_lib.FILE_NAME, run.dataset.tokenizer.json),
+    ):
+        partial = run.workdir / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(run.workdir / name)
+
+
+class Loop:
+    """Steps, logs, validates and saves until num_steps.
+
+    The metrics of a step are fetched after the next one is dispatched, so that the device never
+    waits for the host. Before anything that depends on them (validation, a save) they are caught
+    up with.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        saved: checkpoint.Checkpointer,
+        writer: metrics.MetricsWriter,
+        tokens: int,
+    ):
+        self.setup, self.config, self.spec = run, run.config, run.spec
+        self.saved, self.writer, self.tokens = saved, writer, tokens
+        self.rows = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        self.clock = metrics.Clock(
+            flops_per_token=flops.train_flops_per_token(self.spec, self.config.batch_size),
+            peak_flops=peak_flops(run.mesh.devices.ravel().tolist()),
+        )
+        self.pending: tuple[int, dict] | None = None
+        self.layer_grad_norm: np.ndarray | None = None
+        with jax.set_mesh(run.mesh):
+            self.validate_rows = jax.jit(
+                functools.partial(step.validation_step, run.program),
+                out_shardings=sharding.replicated(run.mesh),
+            )
+            self.diagnose = jax.jit(functools.partial(step.diagnose, run.program))
+
+    def run(self, state: TrainState) -> TrainState:
+        """The state after num_steps."""
+        first, last = int(state.step), self.config.num_steps
+        if first == last:
+            print(f"all {last} steps are done; nothing is left to train")
+            return state
+        self.describe(state)
+        batch_shape = step.abstract_batch(self.spec, self.config.batch_size, self.setup.mesh)
+        print("compiling the train step ...")
+        train_step = step.compile_train_step(self.setup.program, self.setup.mesh, batch_shape)
+        self.progress = metrics.Progress(last, first)
+        with (
+            contextlib.closing(self.batches(first)) as batches,
+            contextlib.closing(self.progress),
+            stop_on_sigterm() as stopped,
+        ):
+            self.clock.start()
+            for number in range(first + 1, last + 1):
+                batch = sharding.place_batch(next(batches), self.setup.mesh)
+                state, fetched_later = train_step(state, batch)
+                self.catch_up()
+                self.pending = (number, fetched_later)
+                self.act(number, state, batch, stopped)
+                if stopped:
+                    raise ValueError(
+                        f"stopped by SIGTERM after step {number}, which is saved: run the same "
+                        "command again to go on"
+                    )
+        return state
+
+    def batches(self, start_step: int):
+        return loader.training_batches(
+            self.setup.dataset,
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            start_step=start_step,
+            num_workers=self.config.data.num_workers,
+            **self.rows,
+        )
+
+    def describe(self, state: TrainState) -> None:
+        """What the run is, before it begins."""
+        print(f"layers of the model:\n{self.spec.table()}")
+        params = flops.num_params(self.spec)
+        held = {"parameters": state.params, "moments": state.opt_state}
+        on_device = ", ".join(f"{name} {bytes_per_device(tree):,}" for name, tree in held.items())
+        print(f"{params:,} parameters; bytes on a device: {on_device}")
+        print(
+            f"mesh {dict(self.setup.mesh.shape)}; {self.config.batch_size} rows of "
+            f"{self.spec.max_len} tokens a step; "
+            f"{self.setup.dataset.num_rows('train'):,} rows in the training split"
+        )
+
+    def act(self, number: int, state: TrainState, batch, stopped: list) -> None:
+        """What is due after step `number` beside its log line."""
+
+        def due(every: int | None) -> bool:
+            return every is not None and (number % every == 0 or number == self.config.num_steps)
+
+        validate, diagnose = due(self.config.validate_every), due(self.config.log.diagnose_every)
+        save = due(self.config.checkpoint_every) or bool(stopped)
+        if not (validate or diagnose or save):
+            self.saved.check()
+            return
+        self.catch_up()
+        loss = None
+        with self.clock.pause():
+            if diagnose:
+                self.write_diagnostics(number, state, batch)
+            if validate:
+                loss = self.validate(number, state)
+            if save:
+                weights, optimizer = stored_form(self.setup.program, state)
+                self.saved.save(
+                    number,
+                    weights,
+                    optimizer,
+                    data_position=number * self.config.batch_size,
+                    tokens=self.tokens,
+                    validation_loss=loss,
+                )
+
+    def catch_up(self) -> None:
+        """Fetches and reports the step whose metrics are still on the device."""
+        if self.pending is None:
+            return
+        (number, on_device), self.pending = self.pending, None
+        values = jax.device_get(on_device)
+        self.check_finite(number, values)
+        trained = int(values["tokens"])
+        self.tokens += trained
+        self.layer_grad_norm = values["layer_grad_norm"]
+        self.clock.steps_done(trained, self.config.batch_size * self.spec.max_len)
+        last = self.config.num_steps
+        if number % self.config.log_every and number not in (1, last):
+            return
+        window = self.clock.window()
+        record = {
+            "loss": values["loss"],
+            "tokens": self.tokens,
+            "learning_rate": values["learning_rate"],
+            "grad_norm": values["grad_norm"],
+        }
+        if window is not None:
+            record["tokens_per_second"] = window.tokens_per_second
+            record["positions_per_second"] = window.positions_per_second
+            if window.mfu is not None:
+                record["mfu"] = window.mfu
+        if self.config.non_finite.policy == "skip":
+            record["skipped"] = values["skipped"]
+        self.writer.write("train", number, record)
+        self.progress.update(
+            number,
+            float(values["loss"]),
+            window and window.tokens_per_second,
+            self.clock.seconds_left(last - number),
+        )
+
+    def check_finite(self, number: int, values) -> None:
+        """Stops the run, or counts, by the config's policy; the update was not applied."""
+        if values["finite"]:
+            return
+        policy = self.config.non_finite
+        epoch = loader.epoch_of(
+            self.setup.dataset, split="train", batch_size=self.config.batch_size, step=number - 1
+        )
+        first_row = (number - 1) * self.config.batch_size
+        what = (
+            f"step {number} is not finite (loss {values['loss']}, gradient norm "
+            f"{values['grad_norm']}; epoch {epoch}, rows {first_row} to "
+            f"{first_row + self.config.batch_size - 1} of the data order)"
+        )
+        if policy.policy == "skip" and values["skipped"] <= policy.max_skips:
+            self.progress.say(f"{what}: update skipped, {values['skipped']} so far")
+            return
+        newest = self.saved.latest_step
+        kept = "no checkpoint was made yet" if newest is None else f"checkpoint {newest} is good"
+        limit = f" after {policy.max_skips} skips" if policy.policy == "skip" else ""
+        raise ValueError(
+            f"{what}: stopped{limit} and its update not applied; {kept}. Lower learning_rate, or "
+            "set --config.non_finite.policy=skip"
+        )
+
+    def validate(self, number: int, state: TrainState) -> float | None:
+        """Loss and bits per byte on each held-out split; the first one's loss is returned."""
+        losses = []
+        for split in self.config.data.validation:
+            loss, bits = validation_loss(self.setup, self.validate_rows, state, split, self.rows)
+            self.writer.write("validation", number, {"loss": loss, "bits_per_byte": bits}, split)
+            self.progress.say(f"step {number}  {split}: loss {loss:.4f}, {bits:.4f} bits per byte")
+            losses.append(loss)
+        return losses[0] if losses else None
+
+    def write_diagnostics(self, number: int, state: TrainState, batch) -> None:
+        """Per-layer measures on the first row of the step's batch."""
+        tokens_BT = batch.tokens_BT[:DIAGNOSED_ROWS]
+        with jax.set_mesh(self.setup.mesh):
+            found = jax.device_get(self.diagnose(state.params, state.fixed, tokens_BT))
+        found["grad_norm"] = self.layer_grad_norm
+        names = [layer.name for layer in self.spec.layers]
+        by_layer = {
+            measure: dict(zip(names, values, strict=True)) for measure, values in found.items()
+        }
+        self.writer.write("diagnostics", number, by_layer)
+
+
+def validation_loss(run: Run, validate_rows, state: TrainState, split: str, rows) -> tuple:
+    """(mean nats per token, bits per byte) of a split's fixed rows, summed in float64."""
+    nll_sum = weight_sum = bytes_sum = 0.0
+    token_bytes = np.zeros(run.spec.vocab_size, np.int64)
+    token_bytes[: run.dataset.vocab_size] = run.dataset.token_bytes
+    for batch in loader.validation_batches(
+        run.dataset,
+        split=split,
+        batch_size=run.config.batch_size,
+        num_rows=run.config.data.validation_rows,
+        **rows,
+    ):
+        placed = sharding.place_batch(batch, run.mesh)
+        with jax.set_mesh(run.mesh):
+            found = jax.device_get(validate_rows(state.params, state.fixed, placed))
+        nll_BT, weights_BT, targets_BT = (np.asarray(x, np.float64) for x in found)
+        nll_sum += np.sum(nll_BT * weights_BT)
+        weight_sum += np.sum(weights_BT)
+        bytes_sum += np.sum(token_bytes[targets_BT.astype(np.int64)] * weights_BT)
+    return nll_sum / weight_sum, objective.bits_per_byte(nll_sum, bytes_sum)
+
+
+def peak_flops(devices: list[jax.Device]) -> float | None:
+    """FLOP/s of all devices together at bfloat16; None where the kind's peak is unknown."""
+    peak = metrics.PEAK_FLOPS.get(devices[0].device_kind)
+    return None if peak is None else peak * len(devices)
+
+
+def bytes_per_device(tree) -> int:
+    """Bytes of a tree's arrays on this process's first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[list]:
+    """A list that is empty until SIGTERM asks to stop; the handler before it comes back after."""
+    asked: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    except ValueError:  # not the main thread, where no handler can be set
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def conclude(run: Run, state: TrainState) -> None:
+    """The last lines: validation loss against the unigram entropy, and a sample."""
+    path = run.workdir / metrics.METRICS_FILE
+    records = [r for r in metrics.read_metrics(path) if r["kind"] == "validation"]
+    for split in run.config.data.validation:
+        loss = next((r["loss"] for r in reversed(records) if r["name"] == split), None)
+        if loss is None:
+            continue
+        entropy = loader.unigram_entropy(run.dataset, split, run.config.data.validation_rows)
+        print(
+            f"{split}: loss {float(loss):.4f} nats per token; "
+            f"without any context (unigram entropy) it would be {entropy:.4f}"
+        )
+    prompt = run.config.log.sample_prompt
+    if prompt is not None:
+        with jax.set_mesh(run.mesh):
+            text = generate.continue_text(
+                run.spec,
+                {"params": state.params, "fixed": state.fixed},
+                run.dataset.tokenizer,
+                prompt,
+                max_new_tokens=SAMPLE_TOKENS,
+                temperature=0.7,
+            )
+        print(f"sample: {prompt}[{text}]")
+    print(f"done: step {int(state.step)}; checkpoints in {run.workdir / checkpoint.FOLDER}")

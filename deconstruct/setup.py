@@ -1,0 +1,168 @@
+"""From a config to all that a run needs: devices, workdir, data, model, mesh."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from deconstruct import checkpoint, decoder, mixers, optim, sharding, step
+from deconstruct.config import Config
+from deconstruct.data import loader, prepare
+from deconstruct.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last.
+
+    Attributes:
+      text_ids: the `fixed_seq_qk` text (max_len,); None for plans without it.
+    """
+
+    config: Config
+    workdir: pathlib.Path
+    dataset: loader.PreparedDataset
+    program: step.Program
+    mesh: Mesh
+    text_ids: np.ndarray | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.program.spec
+
+
+def choose_devices(platform: str) -> list[jax.Device]:
+    """The devices of the asked-for platform, announced in the first line of a run.
+
+    Raises:
+      ValueError: the platform has none here; the message gives the install command.
+    """
+    try:
+        devices = jax.devices(None if platform == "auto" else platform)
+    except RuntimeError as error:
+        extra = {"gpu": "requirements-gpu.txt", "tpu": "requirements-tpu.txt"}.get(platform)
+        remedy = f"pip install -r {extra} on a machine that has one, or " if extra else ""
+        raise ValueError(
+            f"no {platform} device is here ({str(error).splitlines()[0]}); {remedy}set "
+            "--config.compute.platform=auto"
+        ) from error
+    print(f"platform {devices[0].platform}: {len(devices)} x {devices[0].device_kind}")
+    return devices
+
+
+def open_workdir(workdir: str) -> pathlib.Path:
+    """The run's directory, made and proven writable.
+
+    Raises:
+      ValueError: a bucket, a place inside a run, or one that cannot be written.
+    """
+    if "://" in workdir:
+        raise ValueError(
+            f"--workdir={workdir} is no local path; mount the bucket and name a folder"
+        )
+    folder = pathlib.Path(workdir).expanduser().resolve()
+    for inside in (folder, folder.parent):
+        if inside.name == checkpoint.FOLDER:
+            raise ValueError(f"--workdir={workdir} lies inside a run; its run is {inside.parent}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--workdir={workdir} cannot be written: {error}") from error
+    return folder
+
+
+def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> Run:
+    """Data, model and mesh of a run."""
+    dataset = open_data(config)
+    spec = mixers.resolve(config.model.build(config.max_len, dataset.vocab_size))
+    dataset.check_vocabulary(spec.vocab_size)
+    program = make_program(config, spec, devices[0].platform)
+    mesh = make_mesh(config, spec, devices)
+    text_ids = fixed_text(config, dataset) if "fixed_seq_qk" in decoder.stream_names(spec) else None
+    return Run(config, folder, dataset, program, mesh, text_ids)
+
+
+def open_data(config: Config) -> loader.PreparedDataset:
+    """The prepared data, made first where the config says from what."""
+    data = config.data
+    if data.path is None:
+        raise ValueError(
+            "data.path is missing: name a directory made by python -m deconstruct.data.prepare"
+        )
+    path = pathlib.Path(data.path).expanduser()
+    if data.prepare_source is not None:
+        settings = prepare.PrepareSettings(
+            data.prepare_source, data.prepare_tokenizer, config.max_len, str(path)
+        )
+        prepare.prepare(settings)
+    dataset = loader.open_dataset(path)
+    if dataset.max_len != config.max_len:
+        raise ValueError(
+            f"{path} holds rows of max_len={dataset.max_len}, the config asks for "
+            f"{config.max_len}: set max_len, or prepare the data with it"
+        )
+    return dataset
+
+
+def make_program(config: Config, spec: ModelSpec, platform: str) -> step.Program:
+    """What the config says of computing; "auto" is decided by the platform.
+
+    Accelerators take bfloat16 and a scan over layers (they compile it four times faster); on CPU
+    an unrolled float32 stack runs faster.
+    """
+    compute, accelerator = config.compute, platform != "cpu"
+    dtype = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}.get(
+        compute.dtype, jnp.bfloat16 if accelerator else jnp.float32
+    )
+    scan = accelerator if compute.layout == "auto" else compute.layout == "scan"
+    schedule = optim.make_schedule(config.learning_rate, config.num_steps, config.optimizer)
+    return step.Program(
+        spec=spec,
+        optimizer=optim.make_optimizer(schedule, config.optimizer),
+        schedule=schedule,
+        compute=decoder.Compute(dtype, compute.remat),
+        scan_layers=scan,
+        isolate_documents=config.data.isolate_documents,
+        micro_batches=compute.micro_batches,
+        z_loss=config.optimizer.z_loss,
+    )
+
+
+def make_mesh(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> Mesh:
+    """The mesh over all devices; refuses sizes that it does not divide."""
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    rows = config.batch_size // config.compute.micro_batches
+    sharding.check_sizes(
+        mesh,
+        {
+            "batch_size / compute.micro_batches": (rows, "batch"),
+            "model.model_dim": (spec.model_dim, "embed"),
+            "model.feed_forward_dim": (spec.feed_forward_dim, "feed_forward"),
+            "model.num_heads": (spec.num_heads, "heads"),
+            "model.num_kv_heads": (spec.num_kv_heads, "kv_heads"),
+        },
+    )
+    return mesh
+
+
+def fixed_text(config: Config, dataset: loader.PreparedDataset) -> np.ndarray:
+    """The ids of the fixed_seq_qk text: the configured file's, or the training split's first."""
+    if config.data.fixed_text is None:
+        return loader.first_tokens(dataset, config.max_len)
+    path = pathlib.Path(config.data.fixed_text).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.fixed_text={path} does not read as UTF-8 text: {error}") from error
+    ids = dataset.tokenizer.with_start(dataset.tokenizer.encode(text))
+    if len(ids) < config.max_len:
+        raise ValueError(
+            f"data.fixed_text={path} has {len(ids)} tokens and max_len={config.max_len} are needed"
+        )
+    return ids[: config.max_len]

@@ -1,0 +1,40 @@
+"""The door to training: `python -m deconstruct.train --config=FILE.py[:ARGUMENT] --workdir=DIR`.
+
+Run the same command again to resume. The config is parsed and checked here, before anything slow
+is imported; what a run does is in `run.py`.
+"""
+
+from absl import flags
+
+from deconstruct import config as config_lib
+from deconstruct import entry
+
+_CONFIG = entry.define_config_flag()
+_WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run; made when it is not there")
+_ALLOW_CHANGE = flags.DEFINE_multi_string(
+    "allow_change",
+    [],
+    "dotted key that may differ from the checkpoint's, such as config.learning_rate or "
+    "data_fingerprint; repeat the flag for several",
+)
+
+
+def main(argv) -> None:
+    del argv
+    for name, value in (("config", _CONFIG.value), ("workdir", _WORKDIR.value)):
+        if value is None:
+            raise ValueError(
+                f"--{name} is missing; for example: python -m deconstruct.train "
+                "--config=configs/quickstart.py --workdir=runs/quickstart"
+            )
+    config = config_lib.parse(_CONFIG.value)
+    from deconstruct import mixers  # JAX, once every key has passed
+
+    mixers.resolve(config.model.build(config.max_len, vocab_size=1))
+    from deconstruct import run  # all else, once the model has passed
+
+    run.train(config, _WORKDIR.value, allow_change=_ALLOW_CHANGE.value)
+
+
+if __name__ == "__main__":
+    entry.run(main)

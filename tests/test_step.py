@@ -1,0 +1,248 @@
+"""The training step against plain gradients, one micro-batch and one device."""
+
+import dataclasses
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import make_documents, make_spec, make_tokens
+
+from deconstruct import decoder, objective, optim, sharding, step
+from deconstruct.config import OptimizerConfig
+from deconstruct.data.packing import Batch
+from deconstruct.mixers import MIXERS
+
+# Two float32 evaluations of the same gradients by different orders of summation, relative to the
+# largest entry; after Adam's first steps, which divide by the gradient's own size, of the loss.
+GRADIENT_TOLERANCE = 5e-5
+LOSS_TOLERANCE = 2e-4
+
+
+def make_program(mixer="standard", plan="uniform", num_layers=2, max_len=16, **changes):
+    spec = make_spec(mixer, plan, num_layers, max_len)
+    options = OptimizerConfig(warmup_steps=2, schedule_steps=20)
+    schedule = optim.make_schedule(1e-2, 20, options)
+    optimizer = optim.make_optimizer(schedule, options)
+    return step.Program(spec=spec, optimizer=optimizer, schedule=schedule, **changes)
+
+
+def make_batch(program, batch_size=8, seed=0) -> Batch:
+    """Rows with uneven weights, some of them 0, in several documents."""
+    length = program.spec.max_len
+    rows = make_tokens(batch_size, length + 1, seed)
+    weights = np.random.default_rng(seed).choice([0.0, 1.0, 2.5], (batch_size, length))
+    segments, positions = make_documents(batch_size, length)
+    return Batch(rows[:, :-1], rows[:, 1:], weights.astype(np.float32), positions, segments)
+
+
+def text_of(program):
+    return make_tokens(1, program.spec.max_len, seed=9)[0]
+
+
+def one_device_mesh():
+    return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+def assert_trees_close(actual, expected, tolerance=GRADIENT_TOLERANCE):
+    def check(a, b):
+        scale = max(np.abs(b).max(), 1e-6)
+        assert np.abs(np.asarray(a, np.float64) - b).max() <= tolerance * scale
+
+    jax.tree.map(check, dict(actual), dict(expected))
+
+
+def plain_gradients(program, state, batch):
+    """Gradients of the mean loss written out over all logits, streams inside."""
+
+    def loss(params):
+        logits_BTV = decoder.logits(
+            program.spec,
+            params,
+            state.fixed,
+            batch.tokens_BT,
+            positions_BT=batch.positions_BT if program.isolate_documents else None,
+            segments_BT=batch.segments_BT if program.isolate_documents else None,
+        )
+        log_probs = jax.nn.log_softmax(logits_BTV)
+        nll_BT = -jnp.take_along_axis(log_probs, batch.targets_BT[:, :, None], axis=-1)[:, :, 0]
+        return jnp.sum(nll_BT * batch.weights_BT) / jnp.sum(batch.weights_BT)
+
+    return jax.value_and_grad(loss)(state.params)
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["whole", "isolated"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("mixer", ["standard", "fixed_seq_qk+rnd_emb_qk"])
+def test_gradients_equal_the_plain_ones(mixer, micro_batches, isolate):
+    """Whatever the number of micro-batches, with unequal weights, and through the streams."""
+    program = make_program(
+        mixer, num_layers=2, isolate_documents=isolate, micro_batches=micro_batches
+    )
+    state = step.new_state(program, 0, text_of(program))
+    batch = make_batch(program)
+    grads, sums = jax.jit(lambda s, b: step._gradients(program, s, b))(state, batch)
+    loss, expected = plain_gradients(program, state, batch)
+    np.testing.assert_allclose(sums.nll / sums.weight, loss, rtol=1e-5)
+    assert_trees_close(grads, expected)
+
+
+def test_padded_vocabulary_never_moves():
+    program = make_program()
+    assert program.spec.padded_vocab_size > program.spec.vocab_size
+    mesh = one_device_mesh()
+    state = step.init_state(program, mesh, 0)
+    train_step = jax.jit(lambda s, b: step.train_step(program, s, b))
+    for seed in range(3):
+        state, _ = train_step(state, make_batch(program, seed=seed))
+    for table in ("embedding", "head"):
+        padding = np.asarray(state.params[table]["table"])[program.spec.vocab_size :]
+        assert (padding == 0).all()
+        assert (state.params[table]["table"][: program.spec.vocab_size] != 0).any()
+
+
+@pytest.mark.parametrize("mixer", ["standard", "approximate", "rnd_emb_qk"])
+def test_initial_values_do_not_depend_on_layout(mixer):
+    loop = make_program(mixer, "uniform", 4)
+    scan = dataclasses.replace(loop, scan_layers=True)
+    expected = step.new_state(loop, 3, text_of(loop)).params
+    stacked = step.new_state(scan, 3, text_of(loop)).params
+    assert "segment_00" in stacked
+    actual = decoder.unstack_layers(loop.spec, stacked)
+    jax.tree.map(np.testing.assert_array_equal, dict(actual), dict(expected))
+
+
+def test_layers_have_their_own_initial_values():
+    params = step.new_state(make_program(), 0).params
+    kernels = [params[name]["mixer"]["query"]["kernel"] for name in ("layer_01", "layer_02")]
+    assert not np.array_equal(*kernels)
+    assert not np.array_equal(params["embedding"]["table"], params["head"]["table"])
+
+
+@pytest.mark.parametrize("which", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_changes_nothing(monkeypatch, which):
+    """N2: neither parameters nor moments move, also where only the gradient is infinite."""
+    program = make_program()
+    state = step.new_state(program, 0)
+    state, _ = jax.jit(lambda s, b: step.train_step(program, s, b))(state, make_batch(program))
+    weighted_loss = objective.weighted_loss
+
+    def poisoned(x_BTD, *args, **kwargs):
+        loss_sum, sums = weighted_loss(x_BTD, *args, **kwargs)
+        if which == "loss":
+            return loss_sum * jnp.nan, sums._replace(nll=sums.nll * jnp.nan)
+        return loss_sum + jnp.sqrt(jnp.sum(x_BTD) * 0.0), sums
+
+    monkeypatch.setattr(objective, "weighted_loss", poisoned)
+    after, metrics = jax.jit(lambda s, b: step.train_step(program, s, b))(
+        state, make_batch(program, seed=1)
+    )
+    assert not metrics["finite"]
+    assert np.isfinite(metrics["loss"]) == (which == "gradient")
+    assert (int(after.step), int(after.skipped)) == (int(state.step) + 1, 1)
+    for before, now in ((state.params, after.params), (state.opt_state, after.opt_state)):
+        jax.tree.map(np.testing.assert_array_equal, now, before)
+
+
+def test_learning_rate_of_the_metrics_is_the_one_used():
+    """At rate r the first Adam step moves every entry with a gradient by r."""
+    program = make_program()
+    program = dataclasses.replace(
+        program,
+        optimizer=optim.make_optimizer(
+            program.schedule, OptimizerConfig(weight_decay=0.0, clip_norm=None)
+        ),
+    )
+    state = step.new_state(program, 0)
+    train_step = jax.jit(lambda s, b: step.train_step(program, s, b))
+    _, metrics = train_step(state, make_batch(program))
+    after, metrics = train_step(state.replace(step=state.step), make_batch(program))
+    moved = np.abs(np.asarray(after.params["final_norm"]["scale"]) - 1.0)
+    np.testing.assert_allclose(moved, float(metrics["learning_rate"]), rtol=1e-3)
+    assert float(metrics["learning_rate"]) > 0
+
+
+def test_diagnostics_have_one_value_a_layer():
+    program = make_program("mlp", "even", 4)
+    state = step.new_state(program, 0)
+    found = jax.jit(lambda p, t: step.diagnose(program, p, state.fixed, t))(
+        state.params, make_tokens(1, 16)
+    )
+    assert np.isnan(found["largest_score"]).tolist() == [True, False, True, False]
+    assert (found["residual_rms"] > 0).all()
+    assert found["residual_rms"].shape == (4,)
+
+
+MESH_SCRIPT = """
+import sys, json, numpy as np, jax
+sys.path.insert(0, {tests!r})
+jax.config.update("jax_numpy_rank_promotion", "raise")
+import test_step
+print(json.dumps(test_step.losses_on_mesh({mesh}, {mixers!r}, {scan})))
+"""
+
+
+def losses_on_mesh(mesh_sizes, mixers, scan_layers):
+    """Three losses and a gradient norm of each mixer's `even` hybrid on a mesh."""
+    mesh = sharding.make_mesh(*mesh_sizes)
+    found = {}
+    for mixer in mixers:
+        plan = "uniform" if mixer == "standard" else "even"
+        program = make_program(mixer, plan, 4, scan_layers=scan_layers, micro_batches=2)
+        state = step.init_state(program, mesh, 0, text_of(program))
+        shapes = step.abstract_batch(program.spec, 16, mesh)
+        train_step = step.compile_train_step(program, mesh, shapes)
+        losses = []
+        for seed in range(3):
+            batch = sharding.place_batch(make_batch(program, 16, seed), mesh)
+            state, metrics = train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+        if mesh.shape["fsdp"] > 1:
+            assert_sharded(state)
+        found[mixer] = [*losses, float(metrics["grad_norm"])]
+    return found
+
+
+def assert_sharded(state):
+    """S3: no matrix and none of its moments lies whole on every device."""
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        if leaf.ndim >= 2 and leaf.shape[-1] > 4 and leaf.shape[-2] > 4:
+            assert not leaf.sharding.is_fully_replicated, leaf.shape
+
+
+def run_on_devices(mesh_sizes, mixers, scan=False):
+    import json
+    import os
+    import pathlib
+
+    count = int(np.prod(mesh_sizes))
+    tests = pathlib.Path(__file__).parent
+    script = MESH_SCRIPT.format(tests=str(tests), mesh=mesh_sizes, mixers=mixers, scan=scan)
+    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, cwd=tests.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_eight_devices_equal_one():
+    """Every mixer's hybrid: data, fsdp and tensor at once, and data alone; the first losses."""
+    names = sorted(MIXERS)
+    expected = losses_on_mesh((1, 1, 1), names, False) if len(jax.devices()) == 1 else None
+    for sizes, scan in (((2, 2, 2), False), ((8, 1, 1), True)):
+        found = run_on_devices(sizes, names, scan)
+        for name in names:
+            np.testing.assert_allclose(found[name], expected[name], rtol=LOSS_TOLERANCE)
+
+
+def test_boxed_parameters_name_every_axis():
+    program = make_program("mlp", "even", 2)
+    boxed = decoder.init(program.spec, jax.random.key(0))
+    for leaf in jax.tree.leaves(boxed, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)):
+        assert len(leaf.names) == leaf.unbox().ndim
+        assert set(leaf.names) <= {name for name, _ in sharding.RULES}

@@ -1,0 +1,310 @@
+"""Whole runs: resume bit for bit, kills, refusals, non-finite steps, the command line."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from deconstruct import checkpoint, run
+from deconstruct.data import loader
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory, data):
+    return tiny_run.write_config(tmp_path_factory.mktemp("config"), data)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, config_file):
+    """The workdir of a run of 12 steps that nothing stopped."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    run.train(tiny_run.load_config(config_file), str(workdir))
+    return workdir
+
+
+def test_a_run_leaves_what_others_read(unbroken):
+    names = {path.name for path in unbroken.iterdir()}
+    assert {"config.json", "spec.json", "tokenizer.json", "metrics.jsonl", "checkpoints"} <= names
+    train = tiny_run.records(unbroken, "train")
+    assert [record["step"] for record in train] == list(range(1, 13))
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert {"tokens", "learning_rate", "grad_norm", "tokens_per_second"} <= train[-1].keys()
+    assert "mfu" not in train[-1]  # the peak of this machine is not known
+    validation = tiny_run.records(unbroken, "validation")
+    assert [(r["step"], r["name"]) for r in validation] == [
+        (4, "validation"), (8, "validation"), (12, "validation"),
+    ]  # fmt: skip
+    assert validation[-1]["bits_per_byte"] > 0
+    diagnostics = tiny_run.records(unbroken, "diagnostics")
+    assert [record["step"] for record in diagnostics] == [6, 12]
+    assert set(diagnostics[0]) == {"kind", "step", "largest_score", "residual_rms", "grad_norm"}
+    assert list(diagnostics[0]["largest_score"]) == ["layer_01", "layer_02"]
+
+
+@pytest.mark.parametrize(
+    "stops, changes",
+    [
+        ((8,), {}),
+        ((3, 5), {"compute__layout": "scan"}),
+    ],
+    ids=["loop", "scan"],
+)
+def test_resuming_equals_the_unbroken_run(tmp_path, config_file, unbroken, stops, changes):
+    """C5: losses, rates, norms, validation; in several parts, and once in the other layout."""
+    expected = tiny_run.facts(unbroken)
+    if changes:
+        run.train(tiny_run.load_config(config_file, **changes), str(tmp_path / "whole"))
+        expected = tiny_run.facts(tmp_path / "whole")
+    for stop in (*stops, 12):
+        config = tiny_run.load_config(config_file, num_steps=stop, **changes)
+        run.train(config, str(tmp_path / "parts"))
+    parts = tiny_run.facts(tmp_path / "parts")
+    by_key = {(r["kind"], r["step"], r.get("name")): r for r in parts}
+    for record in expected:
+        assert by_key[record["kind"], record["step"], record.get("name")] == record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before the first save", "during a save", "between saves"])
+def test_killed_at_any_moment_ends_the_same(tmp_path, config_file, unbroken, when):
+    """SIGKILL, the same command again, the same record bit for bit."""
+    workdir = tmp_path / "run"
+    command = tiny_run.command(config_file, workdir)
+    moments = {
+        "before the first save": lambda: last_step(workdir) >= 2,
+        "during a save": lambda: any((workdir / "checkpoints").glob("*tmp*")),
+        "between saves": lambda: last_step(workdir) >= 7,
+    }
+    process = subprocess.Popen(
+        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not moments[when]() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    done = tiny_run.run_command(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert tiny_run.facts(workdir) == tiny_run.facts(unbroken)
+
+
+def last_step(workdir) -> int:
+    """The newest train step on record; 0 before any."""
+    try:
+        lines = (workdir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def test_a_finished_run_does_nothing_again(unbroken, config_file, tmp_path, capsys):
+    shutil.copytree(unbroken, tmp_path / "run")
+    run.train(tiny_run.load_config(config_file), str(tmp_path / "run"))
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert tiny_run.facts(tmp_path / "run") == tiny_run.facts(unbroken)
+
+
+@pytest.mark.parametrize(
+    "arg, changes, named",
+    [
+        ("non_approximate,even", {"learning_rate": 1e-3}, "config.learning_rate"),
+        ("non_approximate,even", {"optimizer__schedule_steps": 30}, "schedule_steps"),
+        ("non_approximate,even", {"seed": 1}, "config.seed"),
+        ("rnd_emb_qk,even", {}, "spec.layers.1.mixer"),
+        ("non_approximate,even", {"model__num_layers": 4}, "config.model.num_layers"),
+        ("non_approximate,even", {"model__num_heads": 2}, "config.model.num_heads"),
+    ],
+)
+def test_another_run_is_refused(unbroken, config_file, tmp_path, arg, changes, named):
+    """C4, C5: also where all shapes agree (`rnd_emb_qk` for `non_approximate`, other heads)."""
+    shutil.copytree(unbroken, tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(ValueError, match=named):
+        run.train(tiny_run.load_config(config_file, arg, **changes), str(tmp_path / "run"))
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_an_allowed_change_resumes(unbroken, config_file, tmp_path):
+    shutil.copytree(unbroken, tmp_path / "run")
+    config = tiny_run.load_config(config_file, num_steps=13, learning_rate=1e-3)
+    run.train(config, str(tmp_path / "run"), allow_change=["config.learning_rate"])
+    assert tiny_run.records(tmp_path / "run", "train")[-1]["step"] == 13
+
+
+def snapshot(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def poison_from(monkeypatch, step):
+    """Makes the loss of one step NaN: its batch gets a NaN weight."""
+    training_batches = loader.training_batches
+
+    def poisoned(*args, start_step, **kwargs):
+        batches = training_batches(*args, start_step=start_step, **kwargs)
+        try:
+            for number, batch in enumerate(batches, start=start_step + 1):
+                weights = batch.weights_BT * (np.float32(np.nan) if number == step else 1)
+                yield batch._replace(weights_BT=weights.astype(np.float32))
+        finally:
+            batches.close()
+
+    monkeypatch.setattr(loader, "training_batches", poisoned)
+
+
+def test_a_non_finite_step_stops_the_run(monkeypatch, config_file, tmp_path):
+    """N2: the newest checkpoint is earlier, finite, and named; step and rows are named."""
+    poison_from(monkeypatch, 7)
+    workdir = tmp_path / "run"
+    config = tiny_run.load_config(config_file, checkpoint_every=2)
+    with pytest.raises(ValueError, match=r"step 7 is not finite.*rows 24 to 27.*checkpoint 6"):
+        run.train(config, str(workdir))
+    _, weights, metadata = checkpoint.restore_weights(workdir)
+    assert metadata.step == 6
+    assert all(np.isfinite(leaf).all() for leaf in leaves(weights))
+
+
+def leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def test_non_finite_steps_are_skipped_up_to_a_limit(monkeypatch, config_file, tmp_path):
+    poison_from(monkeypatch, 7)
+    config = tiny_run.load_config(config_file, non_finite__policy="skip", non_finite__max_skips=1)
+    run.train(config, str(tmp_path / "run"))
+    train = tiny_run.records(tmp_path / "run", "train")
+    assert train[6]["loss"] == "NaN"
+    assert [record["skipped"] for record in train] == [0] * 6 + [1] * 6
+    assert np.isfinite(train[-1]["loss"])
+    config = tiny_run.load_config(config_file, non_finite__policy="skip", non_finite__max_skips=0)
+    with pytest.raises(ValueError, match="step 7 is not finite"):
+        run.train(config, str(tmp_path / "other"))
+
+
+def test_sigterm_saves_and_ends_non_zero(config_file, tmp_path):
+    workdir = tmp_path / "run"
+    command = tiny_run.command(config_file, workdir, "--config.num_steps=5000")
+    process = subprocess.Popen(
+        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while last_step(workdir) < 5 and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
+    _, _, metadata = checkpoint.restore_weights(workdir)
+    assert metadata.step >= 5
+
+
+def test_a_vocabulary_too_small_is_refused_before_compiling(config_file, tmp_path):
+    """T2."""
+    config = tiny_run.load_config(config_file, model__vocab_size=100)
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 100"):
+        run.train(config, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "workdir, said",
+    [
+        ("{run}/checkpoints", "inside a run"),
+        ("{run}/checkpoints/12", "inside a run"),
+        ("gs://bucket/run", "no local path"),
+        ("{run}/metrics.jsonl/run", "cannot be written"),
+    ],
+)
+def test_workdirs_that_cannot_be_one(unbroken, config_file, workdir, said):
+    """F2: refused before anything is compiled, in one line."""
+    before = snapshot(unbroken)
+    with pytest.raises(ValueError, match=said):
+        run.train(tiny_run.load_config(config_file), workdir.format(run=unbroken))
+    assert snapshot(unbroken) == before
+
+
+def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tiny_run.load_config(config_file, num_steps=1)
+    for workdir in ("relative/", str(tmp_path / "with space")):
+        run.train(config, workdir)
+        assert checkpoint.restore_weights(workdir.rstrip("/"))[2].step == 1
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--config.lerning_rate=1"], "did you mean 'learning_rate'?"),
+        (["--config.warmup_steps=1"], "did you mean 'optimizer.warmup_steps'?"),
+        (["--config.model.mixr=mlp"], "did you mean 'model.mixer'?"),
+        (["--config.num_steps=many"], "num_steps"),
+        (["--config.num_steps=None"], "must have a value"),
+        (["--config.num_steps=-1"], "num_steps must be positive"),
+        (["--config.model.plan=evn"], "did you mean 'even'?"),
+        (["--config.model.mixer=standrad"], "did you mean 'standard'?"),
+        (["--config.model.mixer=mlp[widht=3]"], "did you mean 'width'?"),
+        (["--workdirr=x"], "workdir"),
+        (["stray"], "stray"),
+    ],
+)
+def test_wrong_flags_are_one_line_within_two_seconds(config_file, tmp_path, flags, said):
+    """F1: and nothing is made."""
+    begin = time.monotonic()
+    done = tiny_run.run_command(tiny_run.command(config_file, tmp_path / "run", *flags))
+    seconds = time.monotonic() - begin
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not (tmp_path / "run").exists()
+    assert seconds < 5  # two on an idle machine; tests share theirs
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("config.lerning_rate = 1", "did you mean 'learning_rate'?"),
+        ("config.learning_rate = 'high'", "learning_rate"),
+        ("raise ValueError('my own reason')", "my own reason"),
+        ("config.data.pth = 'x'", "'data.path'"),
+    ],
+)
+def test_wrong_config_files_are_one_line(config_file, tmp_path, line, said):
+    text = config_file.read_text().replace(
+        "    return config\n", f"    {line}\n    return config\n"
+    )
+    (tmp_path / "wrong.py").write_text(text)
+    done = tiny_run.run_command(tiny_run.command(tmp_path / "wrong.py", tmp_path / "run"))
+    assert done.returncode == 1
+    (last,) = done.stderr.strip().splitlines()
+    assert said in last
+
+
+def test_help_needs_no_jax():
+    begin = time.monotonic()
+    done = tiny_run.run_command([*tiny_run.command("x", "y")[:3], "--help"])
+    assert "--workdir" in done.stdout
+    assert time.monotonic() - begin < 3
+
+
+def test_a_platform_that_is_not_here_names_the_install_line(config_file, tmp_path):
+    """I2."""
+    config = tiny_run.load_config(config_file, compute__platform="tpu")
+    with pytest.raises(ValueError, match=r"no tpu device is here.*requirements-tpu.txt"):
+        run.train(config, str(tmp_path / "run"))
+
+
+def test_float32_loss_of_bfloat16_runs(config_file, tmp_path):
+    config = tiny_run.load_config(config_file, num_steps=2, compute__dtype="bfloat16")
+    run.train(config, str(tmp_path / "run"))
+    losses = [record["loss"] for record in tiny_run.records(tmp_path / "run", "train")]
+    assert any(loss != float(jnp.bfloat16(loss)) for loss in losses)
