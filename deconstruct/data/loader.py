@@ -1,0 +1,318 @@
+"""Prepared rows to batches, with Grain.
+
+Sample n of a run is row `permutation(seed, epoch)[position]` of its split, where n counts from 0
+through all steps and `epoch, position = divmod(n, rows)`. Step s of batch size B reads samples
+s*B ... s*B + B - 1, so what a step reads follows from the step alone: not from the number of
+workers or hosts, nor from where a run was resumed. An iterator is built at its step, and Grain's
+own state is never saved: restored with another number of workers it would silently give other rows.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+from absl import flags
+
+from deconstruct import tokenizer as tokenizer_lib
+from deconstruct.data import packing, prepared, workers
+
+_ENDLESS = 1 << 40  # batches; Grain wants a length
+
+
+class PreparedDataset:
+    """The rows of a prepared directory, by split and number; cheap to copy to a worker."""
+
+    def __init__(self, info: prepared.PreparedInfo):
+        self.info = info
+        self._sources: dict[str, Sequence[dict]] = {}
+
+    def __getstate__(self):
+        return {"info": self.info, "_sources": {}}  # each process opens its own files
+
+    @property
+    def path(self) -> str:
+        return self.info.path
+
+    @property
+    def max_len(self) -> int:
+        return self.info.max_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text that each id stands for, (vocab_size,) int32."""
+        return self.info.token_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return self.info.data_fingerprint
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.info.shards)
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizer_lib.Tokenizer:
+        path = pathlib.Path(self.path, prepared.TOKENIZER_FILE)
+        tokenizer = tokenizer_lib.load_tokenizer(str(path))
+        if tokenizer.sha256 != self.info.tokenizer_sha256:
+            raise ValueError(f"{path} is not the tokenizer that the rows were made with")
+        return tokenizer
+
+    def num_rows(self, split: str) -> int:
+        """Rows of a split. ValueError when there is no such split."""
+        if split not in self.info.shards:
+            raise ValueError(f"{self.path} has no split {split!r}, only {', '.join(self.splits)}")
+        return self.info.counts[split]["rows"]
+
+    def rows(self, split: str, numbers: Sequence[int]) -> list[packing.Row]:
+        """Rows by number, from 0 in the order of the source.
+
+        Raises:
+          ValueError: an id outside the vocabulary; names the shard.
+        """
+        return [self._row(split, number) for number in numbers]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError, naming the shard, if a model of `vocab_size` cannot embed all ids."""
+        for shard in itertools.chain.from_iterable(self.info.shards.values()):
+            if shard.max_token_id >= vocab_size:
+                raise ValueError(
+                    f"{pathlib.Path(self.path, shard.file)} holds token id {shard.max_token_id}, "
+                    f"outside the model's vocabulary of {vocab_size}; the tokenizer of this data "
+                    f"has {self.vocab_size} ids"
+                )
+
+    def _row(self, split: str, number: int) -> packing.Row:
+        record = self._source(split)[number]
+        ids = record["ids"]
+        if int(ids.max()) >= self.vocab_size or int(ids.min()) < 0:
+            raise ValueError(
+                f"{pathlib.Path(self.path, self._shard_of(split, number))} holds token ids from "
+                f"{ids.min()} to {ids.max()}, outside the vocabulary of {self.vocab_size}"
+            )
+        return packing.Row(ids, record["starts"], int(record["num_tokens"]))
+
+    def _source(self, split: str) -> Sequence[dict]:
+        if split not in self._sources:
+            import tensorflow_datasets as tfds
+
+            builder = tfds.builder_from_directory(self.path)
+            self._sources[split] = builder.as_data_source(split)
+        return self._sources[split]
+
+    def _shard_of(self, split: str, number: int) -> str:
+        shards = self.info.shards[split]
+        ends = list(itertools.accumulate(shard.rows for shard in shards))
+        return shards[bisect.bisect_right(ends, number)].file
+
+
+def open_dataset(path: str | os.PathLike) -> PreparedDataset:
+    """Opens prepared data.
+
+    Raises:
+      ValueError: it is not whole, or its shards hold ids outside its own vocabulary.
+    """
+    dataset = PreparedDataset(prepared.read_info(path))
+    dataset.check_vocabulary(dataset.vocab_size)
+    return dataset
+
+
+def training_batches(
+    dataset: PreparedDataset,
+    *,
+    split: str = "train",
+    batch_size: int,
+    seed: int,
+    start_step: int,
+    num_workers: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[packing.Batch]:
+    """The batches of steps start_step, start_step + 1, ... without end; close() stops the workers.
+
+    Args:
+      dataset: what to read.
+      split: of it.
+      batch_size: rows of a step, over all hosts.
+      seed: of the order of rows, 0 to 2**32 - 1; each epoch has an order of its own.
+      start_step: the first step to yield.
+      num_workers: processes that read ahead; 0 reads ahead in a thread.
+      process_index: which contiguous share of each batch this host takes.
+      process_count: in how many shares the batch is cut.
+
+    Raises:
+      ValueError: fewer rows than a batch, a batch that hosts cannot share, a seed out of range.
+    """
+    share = _host_share(batch_size, process_index, process_count)
+    num_rows = dataset.num_rows(split)
+    if num_rows < batch_size:
+        raise ValueError(
+            f"{dataset.path}: split {split!r} has {num_rows} rows of {dataset.max_len + 1} tokens, "
+            f"fewer than one batch of {batch_size}; lower batch_size, or prepare more data"
+        )
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain reads its flags whoever called us, absl.app or not
+    batches = _TrainingBatches(dataset, split, batch_size, share, seed, start_step)
+    pipeline = (
+        grain.MapDataset.source(batches)
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+        .mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2),
+            worker_init_fn=_begin_worker,
+        )
+    )
+    return _iterate(pipeline)
+
+
+def validation_batches(
+    dataset: PreparedDataset,
+    *,
+    split: str = "validation",
+    batch_size: int,
+    num_rows: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[packing.Batch]:
+    """The first `num_rows` rows (None: all) in order; padding rows of weight 0 fill the last batch.
+
+    Raises:
+      ValueError: more rows than there are, a batch that hosts cannot share.
+    """
+    share = _host_share(batch_size, process_index, process_count)
+    num_rows = _rows_asked(dataset, split, num_rows)
+
+    def batches() -> Iterator[packing.Batch]:
+        for first in range(0, num_rows, batch_size):
+            numbers = [first + i for i in share]
+            rows = dataset.rows(split, [number for number in numbers if number < num_rows])
+            padding = packing.padding_row(dataset.max_len + 1)
+            yield packing.make_batch(rows + [padding] * (len(numbers) - len(rows)))
+
+    return batches()
+
+
+def num_validation_batches(
+    dataset: PreparedDataset, *, split: str, batch_size: int, num_rows: int | None = None
+) -> int:
+    """How many batches `validation_batches` yields, on every host."""
+    return math.ceil(_rows_asked(dataset, split, num_rows) / batch_size)
+
+
+def epoch_of(dataset: PreparedDataset, *, split: str, batch_size: int, step: int) -> int:
+    """The epoch, from 0, to which the first row of step `step` belongs."""
+    return step * batch_size // dataset.num_rows(split)
+
+
+def first_tokens(dataset: PreparedDataset, count: int) -> np.ndarray:
+    """The first `count` ids (count,) int32 of the training split, in the order of the source.
+
+    Raises:
+      ValueError: it holds fewer.
+    """
+    parts, found = [], 0
+    for number in range(dataset.num_rows("train")):
+        if found >= count:
+            break
+        (row,) = dataset.rows("train", [number])
+        parts.append(row.ids[: row.num_tokens].astype(np.int32))
+        found += row.num_tokens
+    if found < count:
+        raise ValueError(f"{dataset.path}: the training split has only {found} tokens, not {count}")
+    return np.concatenate(parts)[:count]
+
+
+def unigram_entropy(
+    dataset: PreparedDataset, split: str = "validation", num_rows: int | None = None
+) -> float:
+    """Entropy, in nats per token, of the targets of a split's first rows taken one by one.
+
+    It is the least loss there of any model that ignores context.
+    """
+    counts = np.zeros(dataset.vocab_size, np.int64)
+    for batch in validation_batches(dataset, split=split, batch_size=64, num_rows=num_rows):
+        targets = batch.targets_BT[batch.weights_BT > 0]
+        counts += np.bincount(targets, minlength=dataset.vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-np.sum(shares * np.log(shares)))
+
+
+class _TrainingBatches:
+    """Random access to the batches from `start_step` on, as Grain's sources want it."""
+
+    def __init__(
+        self,
+        dataset: PreparedDataset,
+        split: str,
+        batch_size: int,
+        share: range,
+        seed: int,
+        start_step: int,
+    ):
+        if start_step < 0:
+            raise ValueError(f"start_step must be at least 0, not {start_step}")
+        self._dataset = dataset
+        self._split = split
+        self._batch_size = batch_size
+        self._share = share
+        self._start_step = start_step
+        # Grain's shuffle is a permutation per epoch computed index by index, in no memory. It seeds
+        # epoch e with seed + e; hashing the seed keeps the epochs of near seeds apart.
+        if not 0 <= seed < 1 << 32:
+            raise ValueError(f"the data seed must be in [0, 2**32), not {seed}")
+        (hashed,) = np.random.SeedSequence(seed).generate_state(1)
+        self._order = grain.MapDataset.range(dataset.num_rows(split)).shuffle(seed=int(hashed))
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> packing.Batch:
+        first = (self._start_step + index) * self._batch_size
+        numbers = [int(self._order[first + i]) for i in self._share]
+        return packing.make_batch(self._dataset.rows(self._split, numbers))
+
+
+def _iterate(pipeline: grain.IterDataset) -> Iterator[packing.Batch]:
+    iterator = iter(pipeline)
+    try:
+        for batch in iterator:
+            # A worker's arrays live in memory shared with it; these are the caller's own.
+            yield packing.Batch(*(np.array(array) for array in batch))
+    finally:
+        iterator.close()
+
+
+def _begin_worker(worker_index: int, worker_count: int) -> None:
+    del worker_index, worker_count
+    workers.exit_with_parent()
+
+
+def _host_share(batch_size: int, process_index: int, process_count: int) -> range:
+    """The places of a global batch that one host reads."""
+    assert 0 <= process_index < process_count, (process_index, process_count)
+    if batch_size < 1 or batch_size % process_count:
+        raise ValueError(
+            f"batch_size {batch_size} must be a positive multiple of the {process_count} hosts"
+        )
+    local = batch_size // process_count
+    return range(process_index * local, (process_index + 1) * local)
+
+
+def _rows_asked(dataset: PreparedDataset, split: str, num_rows: int | None) -> int:
+    there = dataset.num_rows(split)
+    if num_rows is None:
+        return there
+    if not 1 <= num_rows <= there:
+        raise ValueError(
+            f"{dataset.path}: split {split!r} has {there} rows, {num_rows} were asked for"
+        )
+    return num_rows

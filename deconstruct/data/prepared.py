@@ -1,0 +1,234 @@
+"""Prepared data on disk: the contract between `prepare`, which writes it, and `loader`.
+
+    DIR/settings.json       what the data is made from; written first
+    DIR/tokenizer.json
+    DIR/deconstruct-SPLIT.array_record-00000-of-00001
+                            rows; one shard per unit and split
+    DIR/units/00000.json    counts of a finished unit
+    DIR/dataset_info.json, features.json
+                            for `tfds.builder_from_directory(DIR)`
+    DIR/prepared.json       `PreparedInfo`; written last, so that it means whole
+
+A record is a TFDS example with the fields of `packing.Row`. TFDS needs no TensorFlow for it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deconstruct.data import packing
+
+FORMAT_VERSION = 1
+DATASET = "deconstruct"
+INFO_FILE = "prepared.json"
+SETTINGS_FILE = "settings.json"
+TOKENIZER_FILE = "tokenizer.json"
+UNITS_FOLDER = "units"
+FILE_FORMAT = "array_record"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardInfo:
+    """Counts of one shard.
+
+    Attributes:
+      file: its name.
+      num_bytes: its size on disk.
+      rows: rows in it.
+      tokens: real tokens in its rows, the leading end-of-text of each document included.
+      documents: documents in it.
+      text_bytes: UTF-8 bytes of their texts.
+      empty_documents: documents left out because they hold white space alone.
+      inexact_cuts: cuts of very long texts that may have changed ids, see `tokenizer`.
+      max_token_id: the largest id in it; -1 without rows.
+    """
+
+    file: str
+    num_bytes: int
+    rows: int
+    tokens: int
+    documents: int
+    text_bytes: int
+    empty_documents: int
+    inexact_cuts: int
+    max_token_id: int
+
+
+_TOTALS = ("rows", "tokens", "documents", "text_bytes", "empty_documents", "inexact_cuts")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedInfo:
+    """Everything about a prepared directory but its rows.
+
+    Attributes:
+      path: the directory; not stored, it may be moved.
+      builder_config: what the data was made from, see `prepare.builder_config`.
+      tokenizer_sha256: hash of its tokenizer.json.
+      vocab_size: one more than the tokenizer's largest id.
+      eot_id: the id that leads each document.
+      max_len: tokens a row trains on; a row holds one more id.
+      token_bytes: (vocab_size,) int32, bytes of text that each id stands for.
+      shards: split -> its shards, in order.
+    """
+
+    path: str
+    builder_config: Mapping[str, Any]
+    tokenizer_sha256: str
+    vocab_size: int
+    eot_id: int
+    max_len: int
+    token_bytes: np.ndarray
+    shards: Mapping[str, Sequence[ShardInfo]]
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Split -> rows, tokens, documents, text bytes, documents left out, inexact cuts."""
+        return {
+            split: {name: sum(getattr(shard, name) for shard in shards) for name in _TOTALS}
+            for split, shards in self.shards.items()
+        }
+
+    @property
+    def data_fingerprint(self) -> str:
+        """32 hexadecimal digits that change with the builder config, the tokenizer or any count."""
+        content = {
+            "builder_config": self.builder_config,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "counts": self.counts,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+    def write(self) -> None:
+        """Writes DIR/prepared.json."""
+        content = dataclasses.asdict(self) | {
+            "counts": self.counts,
+            "data_fingerprint": self.data_fingerprint,
+            "token_bytes": self.token_bytes.tolist(),
+        }
+        del content["path"]
+        write_json(pathlib.Path(self.path) / INFO_FILE, content)
+
+
+def read_info(path: str | os.PathLike) -> PreparedInfo:
+    """The `PreparedInfo` of a directory.
+
+    Raises:
+      ValueError: it is not prepared data, not finished, or a shard is missing or not whole.
+    """
+    folder = pathlib.Path(path)
+    if not (folder / INFO_FILE).is_file():
+        state = "unfinished" if (folder / SETTINGS_FILE).is_file() else "not prepared data"
+        raise ValueError(
+            f"{folder} is {state} (no {INFO_FILE}); make it with python -m deconstruct.data.prepare"
+        )
+    content = json.loads((folder / INFO_FILE).read_text())
+    shards = {
+        split: tuple(ShardInfo(**shard) for shard in shards)
+        for split, shards in content["shards"].items()
+    }
+    for shard in (shard for split in shards.values() for shard in split):
+        if not is_whole(folder, shard):
+            raise ValueError(
+                f"{folder / shard.file} is missing or not {shard.num_bytes} bytes long; run "
+                "python -m deconstruct.data.prepare again, it makes what is missing"
+            )
+    fields = {field.name for field in dataclasses.fields(PreparedInfo)}
+    own = {name: value for name, value in content.items() if name in fields}
+    own["token_bytes"] = np.array(own["token_bytes"], np.int32)
+    info = PreparedInfo(**own | {"path": str(folder), "shards": shards})
+    if info.data_fingerprint != content["data_fingerprint"]:
+        raise ValueError(f"{folder / INFO_FILE} was edited: its data_fingerprint does not fit")
+    return info
+
+
+def is_whole(folder: pathlib.Path, shard: ShardInfo) -> bool:
+    """Whether the shard lies in `folder` at its full length."""
+    path = folder / shard.file
+    return path.is_file() and path.stat().st_size == shard.num_bytes
+
+
+def shard_file(split: str, index: int, count: int) -> str:
+    """The name of a shard, in TFDS's default template."""
+    return f"{DATASET}-{split}.{FILE_FORMAT}-{index:05d}-of-{count:05d}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """How ids are stored: uint16 where the vocabulary allows."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def features(max_len: int, vocab_size: int):
+    """The TFDS features of a record."""
+    import tensorflow_datasets as tfds
+
+    return tfds.features.FeaturesDict(
+        {
+            "ids": tfds.features.Tensor(
+                shape=(max_len + 1,), dtype=token_dtype(vocab_size), encoding="bytes"
+            ),
+            "starts": tfds.features.Tensor(shape=(None,), dtype=np.int32, encoding="bytes"),
+            "num_tokens": tfds.features.Scalar(np.int32),
+        }
+    )
+
+
+def serializer(max_len: int, vocab_size: int) -> Callable[[packing.Row], bytes]:
+    """The function from a row to its record; equal rows give equal bytes in every process.
+
+    TFDS's own `serialize_example` does not: a protobuf map is written in no fixed order.
+    """
+    from tensorflow_datasets.core import example_serializer
+
+    row_features = features(max_len, vocab_size)
+    to_example = example_serializer.ExampleSerializer(row_features.get_serialized_info())
+    dtype = token_dtype(vocab_size)
+
+    def serialize(row: packing.Row) -> bytes:
+        fields = row._replace(ids=row.ids.astype(dtype), num_tokens=np.int32(row.num_tokens))
+        example = to_example.get_tf_example(row_features.encode_example(fields._asdict()))
+        return example.SerializeToString(deterministic=True)
+
+    return serialize
+
+
+def write_tfds_metadata(info: PreparedInfo) -> None:
+    """Writes what `tfds.builder_from_directory` reads."""
+    import tensorflow_datasets as tfds
+
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=info.path,
+        template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+        dataset_name=DATASET,
+        filetype_suffix=FILE_FORMAT,
+    )
+    splits = [
+        tfds.core.SplitInfo(
+            name=split,
+            shard_lengths=[shard.rows for shard in shards],
+            num_bytes=sum(shard.num_bytes for shard in shards),
+            filename_template=template.replace(split=split),
+        )
+        for split, shards in info.shards.items()
+    ]
+    tfds.folder_dataset.write_metadata(
+        data_dir=info.path,
+        features=features(info.max_len, info.vocab_size),
+        split_infos=splits,
+        filename_template=template,
+        description="Rows of token ids with the starts of their documents.",
+        check_data=False,  # it would read with TensorFlow
+    )
+
+
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """Writes `content` as JSON under a temporary name and renames."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, sort_keys=True))
+    partial.rename(path)

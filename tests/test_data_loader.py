@@ -1,0 +1,256 @@
+"""The loader: order from the step alone (D1), hosts, entry points (D7), vocabulary (T2)."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import data_corpus
+import numpy as np
+import pytest
+
+from deconstruct.data import loader, packing, prepare, prepared
+
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loader")
+    data_corpus.write_source(folder / "source", documents=30)
+    prepare.prepare(data_corpus.settings(folder / "source", folder / "data"), progress=False)
+    return loader.open_dataset(folder / "data")
+
+
+def batches(dataset, count, **options):
+    options = {"batch_size": BATCH, "seed": 7, "start_step": 0, "num_workers": 0} | options
+    iterator = loader.training_batches(dataset, **options)
+    try:
+        return list(itertools.islice(iterator, count))
+    finally:
+        iterator.close()
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        for name, x, y in zip(packing.Batch._fields, a, b, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def unbroken(dataset):
+    return batches(dataset, 50)
+
+
+def test_resumed_at_every_step(dataset, unbroken):
+    for step in range(1, 31):
+        assert_same(batches(dataset, 20, start_step=step), unbroken[step : step + 20])
+
+
+@pytest.mark.parametrize("step", [0, 13])
+def test_order_does_not_depend_on_workers(dataset, unbroken, step):
+    assert_same(batches(dataset, 20, start_step=step, num_workers=2), unbroken[step : step + 20])
+
+
+def row_numbers(dataset):
+    """The first ids of a row -> its number; all rows differ in the test's data."""
+    rows = dataset.rows("train", range(dataset.num_rows("train")))
+    numbers = {row.ids[:-1].tobytes(): i for i, row in enumerate(rows)}
+    assert len(numbers) == len(rows)
+    return numbers
+
+
+def test_each_row_once_per_epoch_in_an_order_of_its_own(dataset):
+    num_rows = dataset.num_rows("train")
+    numbers = row_numbers(dataset)
+
+    def order(seed):
+        seen = batches(dataset, math.ceil(2.5 * num_rows / BATCH), seed=seed)
+        return [numbers[row.astype(np.uint16).tobytes()] for b in seen for row in b.tokens_BT]
+
+    first, again, other = order(0), order(0), order(1)
+    epochs = [first[:num_rows], first[num_rows : 2 * num_rows], other[:num_rows]]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    assert first == again
+    assert max(collections.Counter(map(tuple, [*epochs, range(num_rows)])).values()) == 1
+    assert first[num_rows : 2 * num_rows] != other[:num_rows]  # near seeds share no epoch
+    half_step = num_rows / BATCH
+    epoch_of = [
+        loader.epoch_of(dataset, split="train", batch_size=BATCH, step=step)
+        for step in (0, math.ceil(half_step) - 1, math.ceil(half_step))
+    ]
+    assert epoch_of == [0, 0, 1]
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_share_each_batch(dataset, unbroken, hosts):
+    shares = [
+        batches(dataset, 8, process_index=i, process_count=hosts, start_step=3)
+        for i in range(hosts)
+    ]
+    joined = [
+        packing.Batch(*(np.concatenate(parts) for parts in zip(*step, strict=True)))
+        for step in zip(*shares, strict=True)
+    ]
+    assert_same(joined, unbroken[3:11])
+
+
+def test_batch_that_hosts_cannot_share(dataset):
+    with pytest.raises(ValueError, match="batch_size 4 must be a positive multiple of the 3 hosts"):
+        batches(dataset, 1, process_count=3)
+
+
+def test_fewer_rows_than_a_batch(dataset):
+    with pytest.raises(
+        ValueError, match=r"has \d+ rows of 33 tokens, fewer than one batch of 9999"
+    ):
+        batches(dataset, 1, batch_size=9999)
+    with pytest.raises(ValueError, match="has no split 'dev', only train, validation"):
+        batches(dataset, 1, split="dev")
+    with pytest.raises(ValueError, match="seed must be in"):
+        batches(dataset, 1, seed=-1)
+
+
+WITHOUT_ABSL = """
+from deconstruct.data import loader
+batches = loader.training_batches(
+    loader.open_dataset({path!r}), batch_size=4, seed=7, start_step=0, num_workers=2)
+print(next(batches).tokens_BT.tolist())
+{then}
+"""
+
+
+def test_workers_start_from_a_program_without_absl(dataset, unbroken):
+    program = WITHOUT_ABSL.format(path=dataset.path, then="batches.close()")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == unbroken[0].tokens_BT.tolist()
+
+
+PRINT_WORKERS = """
+import multiprocessing, time
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes in /proc")
+def test_workers_end_with_a_killed_trainer(dataset):
+    program = WITHOUT_ABSL.format(path=dataset.path, then=PRINT_WORKERS)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        time.sleep(1.5)  # they stay while the trainer lives
+        assert all(map(is_running, pids))
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
+def test_validation_rows_in_order_with_a_padded_end(dataset):
+    num_rows = dataset.num_rows("validation")
+    assert num_rows % 4
+    rows = dataset.rows("validation", range(num_rows))
+    seen = list(loader.validation_batches(dataset, batch_size=4))
+    assert (
+        len(seen)
+        == math.ceil(num_rows / 4)
+        == loader.num_validation_batches(dataset, split="validation", batch_size=4)
+    )
+    joined = packing.Batch(*(np.concatenate(parts) for parts in zip(*seen, strict=True)))
+    assert_same([packing.Batch(*(x[:num_rows] for x in joined))], [packing.make_batch(rows)])
+    assert joined.weights_BT[num_rows:].sum() == 0 and len(joined.weights_BT) % 4 == 0
+    some = list(loader.validation_batches(dataset, batch_size=4, num_rows=6))
+    assert_same(some[:1], seen[:1])
+    np.testing.assert_array_equal(some[1].weights_BT[:2], seen[1].weights_BT[:2])
+    assert len(some) == 2 and some[1].weights_BT[2:].sum() == 0
+    with pytest.raises(ValueError, match=r"has \d+ rows, 9999 were asked for"):
+        loader.validation_batches(dataset, batch_size=4, num_rows=9999)
+
+
+def test_hosts_share_validation_batches(dataset):
+    whole = list(loader.validation_batches(dataset, batch_size=4))
+    shares = [
+        list(loader.validation_batches(dataset, batch_size=4, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    joined = [
+        packing.Batch(*(np.concatenate(parts) for parts in zip(*step, strict=True)))
+        for step in zip(*shares, strict=True)
+    ]
+    assert_same(joined, whole)
+
+
+def test_first_tokens_are_the_start_of_the_corpus(dataset):
+    ids = loader.first_tokens(dataset, 100)
+    assert ids.dtype == np.int32 and ids.shape == (100,) and ids[0] == dataset.tokenizer.eot_id
+    texts = data_corpus.texts(30, seed=0)
+    assert texts[0].startswith(dataset.tokenizer.decode(ids[1:4]))
+    with pytest.raises(ValueError, match=r"only \d+ tokens, not 10000000"):
+        loader.first_tokens(dataset, 10_000_000)
+
+
+def test_unigram_entropy(dataset):
+    counts = collections.Counter()
+    for row in dataset.rows("validation", range(dataset.num_rows("validation"))):
+        counts.update(row.ids[1 : row.num_tokens].tolist())
+    total = sum(counts.values())
+    expected = -sum(n / total * math.log(n / total) for n in counts.values())
+    assert loader.unigram_entropy(dataset) == pytest.approx(expected, rel=1e-12)
+    assert loader.unigram_entropy(dataset, num_rows=1) < expected
+
+
+def test_ids_outside_the_model_vocabulary_name_the_shard(dataset):
+    largest = max(shard.max_token_id for shard in dataset.info.shards["train"])
+    dataset.check_vocabulary(largest + 1)
+    message = rf"deconstruct-train.array_record-.* holds token id \d+, outside the model's .* {200}"
+    with pytest.raises(ValueError, match=message):
+        dataset.check_vocabulary(200)
+
+
+def test_ids_outside_the_vocabulary_of_the_data_name_the_shard(dataset):
+    """Rows are looked at too: counts made elsewhere may be wrong."""
+    info = dataclasses.replace(dataset.info, vocab_size=50)
+    last = dataset.num_rows("train") - 1
+    with pytest.raises(ValueError, match=r"array_record-00002-of-00003 holds token ids from"):
+        loader.PreparedDataset(info).rows("train", [last])
+
+
+def test_moved_data_and_changed_data(dataset, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(dataset.path, moved)
+    copy = loader.open_dataset(moved)
+    assert copy.fingerprint == dataset.fingerprint
+    assert_same(batches(copy, 3), batches(dataset, 3))
+    content = json.loads((moved / prepared.INFO_FILE).read_text())
+    content["builder_config"]["validation_share"] = 0.5
+    (moved / prepared.INFO_FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="was edited"):
+        loader.open_dataset(moved)
+    (moved / prepared.TOKENIZER_FILE).write_text(dataset.tokenizer.json + " ")
+    with pytest.raises(ValueError, match="is not the tokenizer that the rows were made with"):
+        _ = loader.PreparedDataset(dataclasses.replace(dataset.info, path=str(moved))).tokenizer
+
+
+def test_directory_without_data(tmp_path):
+    with pytest.raises(ValueError, match=r"is not prepared data .* deconstruct.data.prepare"):
+        loader.open_dataset(tmp_path)

@@ -1,0 +1,283 @@
+"""Preparation: rows hold the documents, units resume, settings bind, any process count."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import data_corpus
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from deconstruct.data import loader, prepare, prepared, sources, units
+
+
+def shards(folder):
+    """Name -> bytes of all shards."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.array_record*"))}
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return data_corpus.write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def output(source, tmp_path_factory):
+    output = tmp_path_factory.mktemp("prepared") / "data"
+    prepare.prepare(data_corpus.settings(source, output), progress=False)
+    return output
+
+
+def test_rows_hold_all_documents_in_order(source, output):
+    dataset = loader.open_dataset(output)
+    ids = {split: [] for split in dataset.splits}
+    for split in dataset.splits:
+        rows = dataset.rows(split, range(dataset.num_rows(split)))
+        for row in rows:
+            assert row.ids.shape == (33,) and row.ids.dtype == np.uint16
+            ids[split] += row.ids[: row.num_tokens].tolist()
+            assert (row.ids[row.starts] == dataset.tokenizer.eot_id).all()
+        assert sum(len(row.starts) for row in rows) == dataset.info.counts[split]["documents"]
+    expected = {split: [] for split in dataset.splits}
+    for file in sources.list_files(str(source)):
+        for document in sources.read_documents(file):
+            encoded = dataset.tokenizer.encode(document.text).tolist()
+            expected[sources.split_of(file, document, 0.1)] += [dataset.tokenizer.eot_id, *encoded]
+    assert ids == expected and set(expected) == {"train", "validation"}
+    assert {split: counts["tokens"] for split, counts in dataset.info.counts.items()} == {
+        split: len(values) for split, values in expected.items()
+    }
+
+
+def test_readable_by_tfds_without_tensorflow(output):
+    builder = tfds.builder_from_directory(str(output))
+    rows = builder.as_data_source("train")
+    info = prepared.read_info(output)
+    assert len(rows) == info.counts["train"]["rows"]
+    assert rows[0]["ids"][0] == info.eot_id and rows[0]["num_tokens"] == 33
+    assert "tensorflow" not in sys.modules
+
+
+def test_what_is_stored_beside_the_rows(source, output):
+    info = prepared.read_info(output)
+    dataset = loader.open_dataset(output)
+    assert info.tokenizer_sha256 == dataset.tokenizer.sha256
+    np.testing.assert_array_equal(info.token_bytes, dataset.tokenizer.token_bytes())
+    counts = info.counts
+    assert sum(counts[split]["documents"] for split in counts) == 120
+    texts = [text for i in range(3) for text in data_corpus.texts(40, seed=i)]
+    assert sum(c["text_bytes"] for c in counts.values()) == sum(len(t.encode()) for t in texts)
+    assert [shard.file for shard in info.shards["train"]] == [
+        f"deconstruct-train.array_record-0000{i}-of-00003" for i in range(3)
+    ]
+    for change in ({"tokenizer_sha256": "0"}, {"builder_config": {}}, {"shards": {}}):
+        assert dataclasses.replace(info, **change).data_fingerprint != info.data_fingerprint
+
+
+def test_pool_gives_identical_shards(source, output, tmp_path):
+    settings = data_corpus.settings(source, tmp_path / "pool", num_processes=2)
+    info = prepare.prepare(settings, progress=False)
+    assert shards(tmp_path / "pool") == shards(output)
+    assert info.data_fingerprint == prepared.read_info(output).data_fingerprint
+
+
+def test_second_run_does_nothing(source, output, monkeypatch):
+    before = times(output)
+    monkeypatch.setattr(units, "prepare_unit", None)
+    prepare.prepare(data_corpus.settings(source, output), progress=False)
+    changed = {path.name for path, when in times(output).items() if before.get(path) != when}
+    assert changed <= {".lock"}
+
+
+KILLED_IN_THE_THIRD_UNIT = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import data_corpus
+from deconstruct.data import prepare, units
+
+finish, finished = units._ShardWriter.finish, []
+
+def finish_or_die(writer):
+    finished.append(writer)
+    if len(finished) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return finish(writer)
+
+units._ShardWriter.finish = finish_or_die
+prepare.prepare(data_corpus.settings({source!r}, {output!r}), progress=False)
+"""
+
+
+def test_killed_run_goes_on_where_it_was(source, output, tmp_path):
+    killed = tmp_path / "killed"
+    program = KILLED_IN_THE_THIRD_UNIT.format(
+        tests=str(pathlib.Path(__file__).parent), source=str(source), output=str(killed)
+    )
+    process = subprocess.run([sys.executable, "-c", program])
+    assert process.returncode == -signal.SIGKILL
+    kept = {path.name: when for path, when in times(killed).items() if path.suffix != ".partial"}
+    assert "00001.json" in kept and "00002.json" not in kept
+    assert list(killed.glob("*.partial"))
+    with pytest.raises(ValueError, match="unfinished"):
+        loader.open_dataset(killed)
+    prepare.prepare(data_corpus.settings(source, killed), progress=False)
+    now = {path.name: when for path, when in times(killed).items()}
+    assert {name: now[name] for name in kept if name != ".lock"} == {
+        name: when for name, when in kept.items() if name != ".lock"
+    }
+    assert shards(killed) == shards(output)
+    assert not list(killed.glob("*.partial"))
+
+
+def test_lost_or_short_shard_is_noticed_and_made_again(source, output, tmp_path):
+    settings = data_corpus.settings(source, tmp_path / "data")
+    prepare.prepare(settings, progress=False)
+    lost, short, *_ = sorted((tmp_path / "data").glob("*.array_record*"))
+    lost.unlink()
+    short.write_bytes(short.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{lost.name} is missing or not"):
+        loader.open_dataset(tmp_path / "data")
+    prepare.prepare(settings, progress=False)
+    assert shards(tmp_path / "data") == shards(output)
+
+
+def test_other_settings_are_refused_with_the_differences(source, output):
+    with pytest.raises(ValueError) as error:
+        prepare.prepare(data_corpus.settings(source, output, max_len=64, validation_share=0.2))
+    assert "max_len 32 there, 64 now; validation_share 0.1 there, 0.2 now" in str(error.value)
+    with pytest.raises(ValueError, match="tokenizer bpe:300 there, bpe:301 now"):
+        prepare.prepare(data_corpus.settings(source, output, tokenizer="bpe:301"))
+
+
+def test_other_input_is_refused(source, output, tmp_path):
+    other = data_corpus.write_source(tmp_path / "other", num_files=2)
+    with pytest.raises(ValueError, match="source_files 3 there, 2 now"):
+        prepare.prepare(data_corpus.settings(other, output))
+
+
+def test_moved_source_and_tokenizer_are_the_same(source, output, tmp_path):
+    """What counts is the content: data made with a tokenizer file takes that file anywhere."""
+    one = data_corpus.settings(source, tmp_path / "a", tokenizer=str(output))
+    prepare.prepare(one, progress=False)
+    (tmp_path / "t.json").write_bytes((output / "tokenizer.json").read_bytes())
+    moved = data_corpus.write_source(tmp_path / "moved")
+    again = data_corpus.settings(moved, tmp_path / "a", tokenizer=str(tmp_path / "t.json"))
+    prepare.prepare(again, progress=False)
+    assert shards(tmp_path / "a") == shards(output)
+
+
+def test_directory_of_something_else_is_refused(source, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other files, such as notes.txt"):
+        prepare.prepare(data_corpus.settings(source, tmp_path))
+    with pytest.raises(ValueError, match="cannot be written"):
+        prepare.prepare(data_corpus.settings(source, tmp_path / "notes.txt" / "data"))
+
+
+def test_failed_start_can_be_corrected(source, tmp_path):
+    """A wrong tokenizer leaves no claim on the directory."""
+    with pytest.raises(ValueError, match="does not exist"):
+        prepare.prepare(data_corpus.settings(source, tmp_path / "data", tokenizer="none.json"))
+    with pytest.raises(ValueError, match="yields only"):
+        prepare.prepare(
+            data_corpus.settings(source, tmp_path / "data", tokenizer="bpe:60000"), progress=False
+        )
+    prepare.prepare(data_corpus.settings(source, tmp_path / "data"), progress=False)
+
+
+def test_bad_row_stops_and_keeps_finished_units(tmp_path):
+    source = data_corpus.write_source(tmp_path / "source")
+    with open(source / "part_2.jsonl", "a") as file:
+        file.write('{"text": null}\n')
+    settings = data_corpus.settings(source, tmp_path / "data", tokenizer="bpe:257")
+    with pytest.raises(ValueError, match=r"part_2.jsonl, line 41: 'text' is null"):
+        prepare.prepare(settings, progress=False)
+    with pytest.raises(ValueError, match=r"part_2.jsonl, line 41: 'text' is null"):
+        prepare.prepare(dataclasses.replace(settings, num_processes=2), progress=False)
+
+
+def test_empty_documents_are_counted_and_give_no_tokens(tmp_path):
+    texts = ["first text", "", " \n\t", "second text"]
+    data_corpus.write_jsonl(tmp_path / "a.jsonl", texts)
+    settings = data_corpus.settings(
+        tmp_path / "a.jsonl", tmp_path / "data", tokenizer="bpe:257", validation_share=0.0
+    )
+    info = prepare.prepare(settings, progress=False)
+    assert info.counts["train"]["documents"] == 2
+    assert info.counts["train"]["empty_documents"] == 2
+    (row,) = loader.open_dataset(tmp_path / "data").rows("train", [0])
+    assert row.num_tokens == 2 + len("first text") + len("second text")
+    np.testing.assert_array_equal(row.starts, [0, 1 + len("first text")])
+
+
+def test_enormous_documents_take_bounded_time(tmp_path):
+    """5 MB with spaces and 1 MB without any; the tokenizer is trained on both, too."""
+    spaced = (data_corpus.text(20_000) * 50)[:5_000_000]
+    data_corpus.write_jsonl(tmp_path / "source" / "a.jsonl", data_corpus.texts(30))
+    data_corpus.write_jsonl(tmp_path / "source" / "b.jsonl", [spaced, "a" * 1_000_000])
+    settings = data_corpus.settings(
+        tmp_path / "source", tmp_path / "data", validation_share=0.0, max_len=512
+    )
+    begin = time.process_time()
+    info = prepare.prepare(settings, progress=False)
+    assert time.process_time() - begin < 20  # seconds of CPU, over all threads
+    assert info.shards["train"][1].text_bytes == 6_000_000
+    assert info.shards["train"][1].inexact_cuts == 3  # of the letters, none of the words
+
+
+def test_split_without_documents_is_an_error(tmp_path):
+    data_corpus.write_jsonl(tmp_path / "a.jsonl", ["only text"])
+    settings = data_corpus.settings(
+        tmp_path / "a.jsonl", tmp_path / "data", tokenizer="bpe:257", validation_share=1e-9
+    )
+    with pytest.raises(ValueError, match="no document falls to validation"):
+        prepare.prepare(settings, progress=False)
+
+
+def test_token_dtype():
+    assert prepared.token_dtype(65536) == np.uint16
+    assert prepared.token_dtype(65537) == np.int32
+
+
+def test_units_keep_splits_apart_and_near_their_size():
+    def file(name, num_bytes, split):
+        return sources.SourceFile(name, name, ".txt", num_bytes, split)
+
+    files = [file(f"t{i}", 30, "train") for i in range(4)]
+    files += [file("big", 500, "train"), file("t5", 10, "train"), file("v", 5, "validation")]
+    plan = units.plan_units(files, unit_bytes=64, output="", max_len=8, validation_share=0.1)
+    assert [[f.name for f in unit.files] for unit in plan] == [
+        ["t0", "t1"],
+        ["t2", "t3"],
+        ["big"],
+        ["t5"],
+        ["v"],
+    ]
+    assert plan[3].shards == (("train", "deconstruct-train.array_record-00003-of-00004"),)
+    assert plan[4].shards == (("validation", "deconstruct-validation.array_record-00000-of-00001"),)
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "deconstruct.data.prepare", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_command(tmp_path):
+    data_corpus.write_jsonl(tmp_path / "a.jsonl", data_corpus.texts(40))
+    arguments = ["--tokenizer=bpe:300", "--max_len=32", f"--output={tmp_path / 'data'}"]
+    done = run_command(f"--source={tmp_path / 'a.jsonl'}", *arguments, "--validation_share=0.2")
+    assert done.returncode == 0, done.stderr
+    assert "train: " in done.stdout and "validation: " in done.stdout
+    assert json.loads((tmp_path / "data" / "prepared.json").read_text())["max_len"] == 32
+    failed = run_command("--source=none", *arguments)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("prepare: source 'none'") and failed.stderr.count("\n") == 1
