@@ -7,6 +7,7 @@ Nothing here imports JAX: a wrong key is refused before the slow imports.
 
 import dataclasses
 import difflib
+import operator
 import types
 import typing
 from typing import Any
@@ -178,6 +179,48 @@ class NonFiniteConfig:
     max_skips: int = 10
 
 
+def _positive(value) -> bool:
+    return value > 0
+
+
+def _not_negative(value) -> bool:
+    return value >= 0
+
+
+# Numbers that no run can have are refused at the door; None, where a key allows it, passes.
+_RANGES = {
+    **dict.fromkeys(
+        (
+            "num_steps", "batch_size", "max_len", "learning_rate", "checkpoint_every",
+            "validate_every", "log_every", "data.validation_rows", "optimizer.schedule_steps",
+            "optimizer.eps", "optimizer.clip_norm", "mesh.data", "mesh.fsdp", "mesh.tensor",
+            "compute.micro_batches", "log.diagnose_every",
+        ),
+        (_positive, "positive"),
+    ),
+    **dict.fromkeys(
+        (
+            "seed", "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay",
+            "optimizer.z_loss", "non_finite.max_skips",
+        ),
+        (_not_negative, "0 or more"),
+    ),
+    **dict.fromkeys(
+        ("optimizer.beta1", "optimizer.beta2"),
+        (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    ),
+    "optimizer.final_fraction": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+}  # fmt: skip
+_CHOICES = {
+    "compute.platform": ("auto", "cpu", "gpu", "tpu"),
+    "compute.dtype": ("auto", "float32", "bfloat16"),
+    "compute.layout": ("auto", "loop", "scan"),
+    "compute.remat": ("none", "dots", "full"),
+    "optimizer.schedule": ("cosine", "constant"),
+    "non_finite.policy": ("stop", "skip"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One run. `batch_size` counts sequences a step; the `*_every` values count steps."""
@@ -199,35 +242,24 @@ class Config:
     non_finite: NonFiniteConfig = dataclasses.field(default_factory=NonFiniteConfig)
 
     def __post_init__(self):
-        positive = {
-            "num_steps": self.num_steps,
-            "batch_size": self.batch_size,
-            "max_len": self.max_len,
-            "learning_rate": self.learning_rate,
-            "checkpoint_every": self.checkpoint_every,
-            "validate_every": self.validate_every,
-            "log_every": self.log_every,
-            "compute.micro_batches": self.compute.micro_batches,
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, not {value}")
+        for key, (fits, what) in _RANGES.items():
+            value = operator.attrgetter(key)(self)
+            if value is not None and not fits(value):
+                raise ValueError(f"{key} must be {what}, not {value!r}")
         if self.batch_size % self.compute.micro_batches:
             raise ValueError(
                 f"compute.micro_batches={self.compute.micro_batches} does not divide "
                 f"batch_size={self.batch_size}"
             )
-        choices = {
-            "compute.platform": (self.compute.platform, ("auto", "cpu", "gpu", "tpu")),
-            "compute.dtype": (self.compute.dtype, ("auto", "float32", "bfloat16")),
-            "compute.layout": (self.compute.layout, ("auto", "loop", "scan")),
-            "compute.remat": (self.compute.remat, ("none", "dots", "full")),
-            "optimizer.schedule": (self.optimizer.schedule, ("cosine", "constant")),
-            "non_finite.policy": (self.non_finite.policy, ("stop", "skip")),
-        }
-        for name, (value, known) in choices.items():
+        for key, known in _CHOICES.items():
+            value = operator.attrgetter(key)(self)
             if value not in known:
-                raise ValueError(spec_lib.unknown_name(f"value of {name}", value, known))
+                raise ValueError(spec_lib.unknown_name(f"value of {key}", value, known))
+        if self.data.prepare_source is not None and self.data.prepare_tokenizer is None:
+            raise ValueError(
+                "data.prepare_source needs data.prepare_tokenizer beside it: the path of a "
+                "tokenizer.json, a Hugging Face name, or bpe:8192"
+            )
         self.model.build(self.max_len, vocab_size=1)  # refuses what no vocabulary would mend
 
 
@@ -257,8 +289,9 @@ def unknown_key(key: str) -> str:
     """The line that refuses a key, dotted or bare, with the nearest that exist."""
     known = _dotted_keys(Config, "")
     by_name = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    near = near or difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.5)
+    name = key.rpartition(".")[2]
+    near = [name] if name in by_name else difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
     hint = f"; did you mean {by_name.get(near[0], near[0])!r}?" if near else ""
     return f"unknown config key {key!r}{hint} (all keys and their meaning: deconstruct/config.py)"
 
@@ -296,8 +329,8 @@ def parse(record: ml_collections.ConfigDict) -> Config:
     """The run that a filled-in ConfigDict describes.
 
     Raises:
-      ValueError: an unknown key (with the nearest name), a value of the wrong type, a value that
-        no run can have.
+      ValueError: an unknown key (with the nearest name), a missing one, a value of the wrong type,
+        a value that no run can have.
     """
     return _parse(Config, record, "")
 
@@ -315,6 +348,11 @@ def _parse(cls, record, prefix: str):
             values[key] = _parse(hint, value, f"{prefix}{key}.")
         else:
             values[key] = _checked(prefix + key, value, hint)
+    if missing := [name for name in fields if name not in values]:
+        raise ValueError(
+            f"config key {prefix + missing[0]!r} is missing; start from config.default() and set "
+            "single keys rather than whole groups"
+        )
     return cls(**values)
 
 
@@ -327,7 +365,8 @@ def _checked(name: str, value, hint):
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(value)
+        element = typing.get_args(wanted)[0]
+        return tuple(_checked(f"{name}[{i}]", item, element) for i, item in enumerate(value))
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
         raise ValueError(
             f"{name} must be of type {getattr(origin, '__name__', origin)}, not {value!r}"

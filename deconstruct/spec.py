@@ -290,6 +290,8 @@ def _parse_mixer(word: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"option {pair!r} of {word!r} is not of the form name=value")
+        if key in options:
+            raise ValueError(f"{word!r} gives option {key!r} twice")
         try:
             options[key] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
@@ -303,7 +305,10 @@ def _parse_numbers(text: str) -> list[int]:
         low, dash, high = part.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ValueError(f"layers: {part!r} is neither a layer number nor a range such as 3-5")
-        numbers.extend(range(int(low), int(high if dash else low) + 1))
+        first, last = int(low), int(high if dash else low)
+        if last < first:
+            raise ValueError(f"layers: range {part!r} ends before it begins")
+        numbers.extend(range(first, last + 1))
     return numbers
 
 
@@ -327,6 +332,7 @@ def keep_layers(spec: ModelSpec, params: Mapping[str, Any], numbers: Iterable[in
         raise ValueError(f"layer {unknown[0]} is not in this model; it has {sorted(have)}")
     if not keep:
         raise ValueError("no layer would remain")
+    assert {layer.name for layer in spec.layers} <= params.keys(), "parameters must be per layer"
     layers = tuple(layer for layer in spec.layers if layer.number in keep)
     dropped = {layer.name for layer in spec.layers if layer.number not in keep}
     kept = {name: value for name, value in params.items() if name not in dropped}

@@ -1,5 +1,7 @@
 """The registry: mixer name -> class. A new mixer is one file and one line here."""
 
+import dataclasses
+
 from deconstruct.mixers.approximate import Approximate
 from deconstruct.mixers.base import Mixer, MixerContext
 from deconstruct.mixers.fixed_qk import FixedSeqQK, RndEmbQK
@@ -28,6 +30,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         different options.
     """
     spec = spec.resolve({name: mixer.Options for name, mixer in MIXERS.items()})
+    spec = dataclasses.replace(spec, layers=tuple(_complete(spec, layer) for layer in spec.layers))
     streams: dict[str, LayerSpec] = {}
     for layer in spec.layers:
         stream = MIXERS[layer.mixer].stream
@@ -38,6 +41,11 @@ def resolve(spec: ModelSpec) -> ModelSpec:
                 f"different options: {dict(first.options)} and {dict(layer.options)}"
             )
     return spec
+
+
+def _complete(spec: ModelSpec, layer: LayerSpec) -> LayerSpec:
+    options = MIXERS[layer.mixer].complete_options(spec, options_of(layer))
+    return dataclasses.replace(layer, options=dataclasses.asdict(options))
 
 
 def options_of(layer: LayerSpec):

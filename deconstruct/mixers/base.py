@@ -75,6 +75,11 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def complete_options(cls, spec: ModelSpec, options: Any) -> Any:
+        """The options with what follows from the model's sizes written out, so that it stays."""
+        return options
+
+    @classmethod
     def flops(cls, spec: ModelSpec, options: Any, batch_size: int, length: int) -> int:
         """FLOPs of the forward on a batch: matrix products, causal ones as full squares."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from deconstruct.spec import ModelSpec
 @dataclasses.dataclass(frozen=True)
 class MLPOptions:
     """Attributes:
-    width: inner width; None matches the parameters of the standard mixer.
+    width: inner width; None takes `matched_width`, and `resolve` writes it out.
     """
 
     width: int | None = None
@@ -28,7 +28,7 @@ class MLP(Mixer):
     Options = MLPOptions
 
     def setup(self):
-        width = mixer_width(self.spec, self.options)
+        width = self.options.width
         self.feed_forward = GatedFeedForward(width, self.spec.init_std, self.dtype)
         nn.share_scope(self, self.feed_forward)
 
@@ -42,22 +42,24 @@ class MLP(Mixer):
         return self.feed_forward(h_B1D), cache
 
     @classmethod
+    def complete_options(cls, spec, options):
+        return options if options.width else MLPOptions(matched_width(spec))
+
+    @classmethod
     def flops(cls, spec, options, batch_size, length):
-        return 6 * batch_size * length * spec.model_dim * mixer_width(spec, options)
+        return 6 * batch_size * length * spec.model_dim * options.width
 
     @classmethod
     def cache_bytes(cls, spec, options, length, itemsize):
         return 0
 
 
-def mixer_width(spec: ModelSpec, options: MLPOptions) -> int:
-    """The inner width: the option, or the one whose 3 m D parameters match the standard mixer's.
+def matched_width(spec: ModelSpec) -> int:
+    """The inner width m whose 3 m D parameters match the standard mixer's.
 
     The nearest multiple of 8 where even a model of such layers alone keeps its total within 0.1%,
     else the nearest integer.
     """
-    if options.width is not None:
-        return options.width
     per_unit = 3 * spec.model_dim
     target = standard_mixer_params(spec)
     rounded = round(target / per_unit / 8) * 8
