@@ -114,12 +114,12 @@ class Tokenizer:
         """Cuts of a long text at which a few ids may differ from those of the uncut text.
 
         None for a text up to PIECE_CHARACTERS. A longer one is cut before a space or a newline
-        between two letters, where byte-level tokenizers always start a word, so that their ids are
+        that follows a letter, where byte-level tokenizers always end a word, so that their ids are
         those of the uncut text. A piece without such a place is cut at its end, which is inexact,
         and so is every cut for tokenizers that mark words in another way.
         """
         safe = [safe for _, safe in _pieces(text)][:-1]
-        return len(safe) - sum(safe) if self._starts_words_at_spaces else len(safe)
+        return len(safe) - sum(safe) if self._ends_words_at_spaces else len(safe)
 
     def with_start(self, ids: np.ndarray) -> np.ndarray:
         """`ids` (n,) int32 led by exactly one end-of-text; unchanged where one leads already."""
@@ -162,7 +162,7 @@ class Tokenizer:
         return lengths
 
     @property
-    def _starts_words_at_spaces(self) -> bool:
+    def _ends_words_at_spaces(self) -> bool:
         """Whether words are split at spaces and then spelled in bytes, as in GPT-2 and after."""
         stages = _stages(self._settings.get("pre_tokenizer"))
         byte_level = [stage for stage in stages if stage["type"] == "ByteLevel"]
@@ -268,9 +268,7 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_safe_cut(text: str, i: int) -> bool:
-    return (
-        text[i] in " \n" and text[i - 1].isalpha() and i + 1 < len(text) and text[i + 1].isalpha()
-    )
+    return text[i] in " \n" and text[i - 1].isalpha()
 
 
 def _stages(part: dict | None) -> list[dict]:

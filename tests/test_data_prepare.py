@@ -179,6 +179,7 @@ def test_directory_of_something_else_is_refused(source, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds other files, such as notes.txt"):
         prepare.prepare(data_corpus.settings(source, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ValueError, match="cannot be written"):
         prepare.prepare(data_corpus.settings(source, tmp_path / "notes.txt" / "data"))
 
@@ -191,7 +192,9 @@ def test_failed_start_can_be_corrected(source, tmp_path):
         prepare.prepare(
             data_corpus.settings(source, tmp_path / "data", tokenizer="bpe:60000"), progress=False
         )
+    (tmp_path / "data" / "shard_of_the_first_try.partial").write_text("killed while writing")
     prepare.prepare(data_corpus.settings(source, tmp_path / "data"), progress=False)
+    assert not list((tmp_path / "data").glob("*.partial"))
 
 
 def test_bad_row_stops_and_keeps_finished_units(tmp_path):

@@ -77,6 +77,7 @@ def test_control_token_that_text_can_produce_is_refused(trained):
 @pytest.mark.parametrize("context", ["", "water stone", MARKER + "water"])
 def test_exactly_one_start_token(trained, own_start, context):
     tokenizer = adding_its_own_start(trained) if own_start else trained
+    assert tokenizer.eot_id not in tokenizer.encode(context)
     ids = tokenizer.with_start(tokenizer.encode(context))
     assert ids[0] == tokenizer.eot_id
     assert np.count_nonzero(ids == tokenizer.eot_id) == 1

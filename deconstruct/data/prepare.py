@@ -76,6 +76,7 @@ def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.Pre
     """
     files = sources.list_files(settings.source)
     output = pathlib.Path(settings.output)
+    _refuse_foreign(output)
     with _sole_writer(output):
         config = builder_config(settings, files)
         _claim(output, config)
@@ -119,6 +120,18 @@ def builder_config(
     }
 
 
+def _refuse_foreign(output: pathlib.Path) -> None:
+    """Refuses a directory with files in it that no preparation put there, before touching it."""
+    if not output.is_dir() or (output / prepared.SETTINGS_FILE).is_file():
+        return
+    own = {prepared.UNITS_FOLDER, ".lock", prepared.SETTINGS_FILE + ".partial"}
+    foreign = {path.name for path in output.iterdir()} - own
+    if foreign:
+        raise ValueError(
+            f"output {output} holds other files, such as {min(foreign)}; name a new directory"
+        )
+
+
 @contextlib.contextmanager
 def _sole_writer(output: pathlib.Path) -> Iterator[None]:
     """Holds the output directory for this process; waits while another one does."""
@@ -133,14 +146,9 @@ def _sole_writer(output: pathlib.Path) -> Iterator[None]:
 
 
 def _claim(output: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Marks the output directory as made with `config`, or refuses one that is not."""
+    """Marks the output directory as made with `config`, or refuses one made with another."""
     settings_path = output / prepared.SETTINGS_FILE
     if not settings_path.is_file():
-        foreign = {path.name for path in output.iterdir()} - {prepared.UNITS_FOLDER, ".lock"}
-        if foreign:
-            raise ValueError(
-                f"output {output} holds other files, such as {min(foreign)}; name a new directory"
-            )
         prepared.write_json(settings_path, config)
     existing = json.loads(settings_path.read_text())
     different = [
