@@ -1,0 +1,188 @@
+"""The mixers' inner operations: for each a float32 reference and faster forms behind one table.
+
+`backend="auto"` takes the first of an op's backends that supports the call and is not known to be
+slower than a later one; naming one runs it, or raises ValueError with the reason why it cannot.
+All compute in float32 inside, whatever the inputs' dtype, and return v's dtype. `segments_BT`
+isolates documents; a document is a run of equal ids.
+
+Axes: B batch, T time, L stream length, H heads, G key/value groups (head h uses group
+h // (H // G)), K key size, W value size (usually K).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
+from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
+from deconstruct.kernels.documents import document_runs
+from deconstruct.kernels.prefix import PrefixState, prefix_state_init, prefix_step
+from deconstruct.kernels.taylor import crossover, taylor_flops
+from deconstruct.kernels.taylor_recurrence import TaylorState, taylor_state_init, taylor_step
+
+__all__ = [
+    "BACKENDS",
+    "PrefixState",
+    "TaylorState",
+    "causal_attention",
+    "crossover",
+    "fixed_map_attention",
+    "prefix_softmax",
+    "prefix_state_init",
+    "prefix_step",
+    "target_platform",
+    "taylor_attention",
+    "taylor_flops",
+    "taylor_state_init",
+    "taylor_step",
+]
+
+
+def _scores_cost_more(call: Call) -> str | None:
+    start = crossover(call.num_heads, call.num_groups, call.key_size, call.value_size)
+    if call.length < start:
+        return None
+    return f"from {start} positions on the recurrence takes fewer FLOPs"
+
+
+# In order of preference.
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "causal_attention": (
+        Backend("xla", causal.xla),
+        Backend("reference", causal.reference),
+    ),
+    "taylor_attention": (
+        Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
+        Backend("chunked", taylor_recurrence.chunked),
+        Backend("reference", taylor.reference),
+    ),
+    "prefix_softmax": (
+        Backend("blocked", prefix.blocked),
+        Backend("scan", prefix.scan),
+        Backend("reference", prefix.reference),
+    ),
+    "fixed_map_attention": (
+        Backend("blocked", fixed_map.blocked),
+        Backend("reference", fixed_map.reference),
+    ),
+}
+
+
+def causal_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGW: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    backend: str = AUTO,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) v under the causal mask (eq. 1-3): o_BTHW.
+
+    Raises:
+      ValueError: shapes that do not fit, or a backend that is unknown or cannot run the call.
+    """
+    op = "causal_attention"
+    _check_keys(op, q_BTHK, k_BTGK, v_BTGW)
+    return _run(op, backend, (q_BTHK, k_BTGK, v_BTGW), q_BTHK.shape[2:], segments_BT)
+
+
+def taylor_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGW: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    backend: str = AUTO,
+) -> jax.Array:
+    """Weights 1 + x + x^2/2 of x = q.k / sqrt(K), jointly normalised, times v (eq. 6): o_BTHW.
+
+    Raises:
+      ValueError: shapes that do not fit, or a backend that is unknown or cannot run the call.
+    """
+    op = "taylor_attention"
+    _check_keys(op, q_BTHK, k_BTGK, v_BTGW)
+    return _run(op, backend, (q_BTHK, k_BTGK, v_BTGW), q_BTHK.shape[2:], segments_BT)
+
+
+def prefix_softmax(
+    scores_BTH: jax.Array,
+    v_BTGW: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    backend: str = AUTO,
+) -> jax.Array:
+    """Softmax over the positions so far of one score a position, times v (eq. 7-8): o_BTHW.
+
+    Args:
+      scores_BTH: finite, already scaled.
+      v_BTGW: values.
+      segments_BT: document ids, or None.
+      backend: "auto" or a name of the table.
+
+    Raises:
+      ValueError: shapes that do not fit, or a backend that is unknown or cannot run the call.
+    """
+    op = "prefix_softmax"
+    _check_shape(op, "v", v_BTGW, (*scores_BTH.shape[:2], None, None))
+    return _run(op, backend, (scores_BTH, v_BTGW), (scores_BTH.shape[2], 1), segments_BT)
+
+
+def fixed_map_attention(
+    q_LHK: jax.Array, k_LGK: jax.Array, v_BTGW: jax.Array, *, backend: str = AUTO
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) over the first T positions, once a head, for every row: o_BTHW.
+
+    Raises:
+      ValueError: T > L, other shapes that do not fit, or a backend that is unknown or cannot run.
+    """
+    op = "fixed_map_attention"
+    length, heads, key_size = q_LHK.shape
+    _check_shape(op, "k", k_LGK, (length, v_BTGW.shape[2], key_size))
+    if v_BTGW.shape[1] > length:
+        raise ValueError(
+            f"{op}: the stream holds {length} positions and cannot serve {v_BTGW.shape[1]}; "
+            f"give at most {length}"
+        )
+    return _run(op, backend, (q_LHK, k_LGK, v_BTGW), (heads, key_size))
+
+
+def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) -> jax.Array:
+    """The chosen backend on `arrays`, of which the last is v."""
+    v_BTGW = arrays[-1]
+    batch, length, groups, value_size = v_BTGW.shape
+    heads, key_size = heads_and_key_size
+    if heads % groups:
+        raise ValueError(f"{op}: {groups} key/value groups do not divide {heads} heads")
+    call = Call(
+        op=op,
+        platform=platform(),
+        batch_size=batch,
+        length=length,
+        num_heads=heads,
+        num_groups=groups,
+        key_size=key_size,
+        value_size=value_size,
+        dtype=v_BTGW.dtype,
+        isolates_documents=segments_BT is not None,
+    )
+    if segments_BT is not None:
+        _check_shape(op, "segments", segments_BT, (batch, length))
+        if not jnp.issubdtype(segments_BT.dtype, jnp.integer):
+            raise ValueError(f"{op}: segments must be integers, not {segments_BT.dtype}")
+        arrays = (*arrays, document_runs(segments_BT))
+    return choose(BACKENDS[op], call, backend).run(*arrays)
+
+
+def _check_keys(op: str, q_BTHK, k_BTGK, v_BTGW) -> None:
+    batch, length, _, key_size = q_BTHK.shape
+    _check_shape(op, "k", k_BTGK, (batch, length, None, key_size))
+    _check_shape(op, "v", v_BTGW, (*k_BTGK.shape[:3], None))
+
+
+def _check_shape(op: str, name: str, x, shape: tuple[int | None, ...]) -> None:
+    """None in `shape` takes any size."""
+    fits = len(x.shape) == len(shape) and all(
+        want in (None, size) for size, want in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{op}: {name} has shape {x.shape}; expected ({expected})")

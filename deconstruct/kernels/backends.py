@@ -1,0 +1,108 @@
+"""How an op's backend is chosen: an ordered table, a reason for each one passed over.
+
+A backend may refuse a call, because it cannot run it, or advise against it, because another is
+faster there. "auto" takes the first that does neither; a backend that is named runs unless it
+refuses.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from deconstruct.spec import unknown_name
+
+AUTO = "auto"
+
+log = logging.getLogger(__name__)
+_target = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def target_platform(platform: str) -> Iterator[None]:
+    """Within it ops are traced for `platform` ("cpu", "gpu", "tpu"), whatever runs the tracing.
+
+    For compiling ahead of time without the hardware.
+    """
+    token = _target.set(platform)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def platform() -> str:
+    """The platform that ops are traced for."""
+    return _target.get() or jax.default_backend()
+
+
+class Call(NamedTuple):
+    """The static facts of one call of an op, all that a choice may depend on."""
+
+    op: str
+    platform: str
+    batch_size: int
+    length: int
+    num_heads: int
+    num_groups: int
+    key_size: int
+    value_size: int
+    dtype: jnp.dtype
+    isolates_documents: bool
+
+
+def _nothing(call: Call) -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to run an op.
+
+    Attributes:
+      name: what a caller names it by.
+      run: the function, with the op's array arguments.
+      refuses: the reason why it cannot run a call, or None.
+      advises_against: the reason why "auto" should look further, or None.
+    """
+
+    name: str
+    run: Callable[..., jax.Array]
+    refuses: Callable[[Call], str | None] = _nothing
+    advises_against: Callable[[Call], str | None] = _nothing
+
+
+def choose(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
+    """The backend called `name`, or with "auto" the first that takes the call gladly.
+
+    Raises:
+      ValueError: the name is unknown, or that backend cannot run the call.
+    """
+    if name == AUTO:
+        return _first(backends, call)
+    by_name = {backend.name: backend for backend in backends}
+    if name not in by_name:
+        raise ValueError(unknown_name(f"backend of {call.op}", name, [AUTO, *by_name]))
+    reason = by_name[name].refuses(call)
+    if reason:
+        raise ValueError(f"{call.op} cannot run with backend {name!r}: {reason}")
+    return by_name[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def _first(backends: tuple[Backend, ...], call: Call) -> Backend:
+    """Cached, so that each kind of call is logged once."""
+    passed_over = []
+    for backend in backends:
+        reason = backend.refuses(call) or backend.advises_against(call)
+        if reason is None:
+            log.debug("%s runs %s; passed over: %s", backend.name, call, passed_over or "none")
+            return backend
+        passed_over.append(f"{backend.name} ({reason})")
+    raise ValueError(f"no backend of {call.op} takes this call: {'; '.join(passed_over)}")
