@@ -227,16 +227,16 @@ def streams(spec: ModelSpec, params: Params, fixed, length: int, compute: Comput
             fixed[name], _embedder(spec, params, compute), compute.dtype
         )
         starts.append(start[:length])
-    x_RLD = jnp.stack(starts)
+    starts_RLD = jnp.stack(starts)
 
-    def step(x_RLD, layer, layer_params, _):
+    def step(x_RLD, layer, layer_params, _, scanned):
         stream = _mixer(layer).stream
         entering_LD = x_RLD[names.index(stream)] if stream else None
         ctx = _context(layer, _arange(length), None, starts_RLD, entering_LD)
-        return _apply_block(spec, layer, layer_params, x_RLD, ctx, compute), entering_LD
+        x_RLD = _apply_block(spec, layer, layer_params, x_RLD, ctx, compute, scanned)
+        return x_RLD, entering_LD
 
-    starts_RLD = x_RLD
-    return _run_layers(spec, params, x_RLD, {}, step)[1]
+    return _run_layers(spec, params, starts_RLD, {}, step)[1]
 
 
 def _embedder(spec, params, compute):
@@ -258,7 +258,7 @@ def _context(layer, positions_BT, segments_BT, embeddings_BTD, stream_LD) -> Mix
     )
 
 
-def _apply_block(spec, layer, layer_params, x_BTD, ctx, compute: Compute):
+def _apply_block(spec, layer, layer_params, x_BTD, ctx, compute: Compute, scanned: bool):
     block = Block(spec, layer, compute.dtype)
 
     def apply(layer_params, x_BTD, ctx):
@@ -266,7 +266,8 @@ def _apply_block(spec, layer, layer_params, x_BTD, ctx, compute: Compute):
 
     policy = REMAT_POLICIES[compute.remat]
     if policy is not None:
-        apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        # Outside a scan, the compiler would merge what is recomputed with what was computed.
+        apply = jax.checkpoint(apply, policy=policy, prevent_cse=not scanned)
     return apply(layer_params, x_BTD, ctx)
 
 
@@ -275,7 +276,8 @@ def _run_layers(spec: ModelSpec, params: Params, x, per_layer: Params, step):
 
     Args:
       per_layer: what belongs to each layer beside its parameters, in their layout (may lack any).
-      step: (x, layer, layer_params, layer's share of per_layer) -> (x, what to collect or None).
+      step: (x, layer, layer_params, layer's share of per_layer, whether this is inside a scan) ->
+        (x, what to collect or None).
 
     Returns:
       (x, what the steps collected, in the layout of `params`).
@@ -291,7 +293,7 @@ def _run_layers(spec: ModelSpec, params: Params, x, per_layer: Params, step):
             continue
         end = segment.start + segment.unit_len * segment.repeats
         for layer in spec.layers[segment.start : end]:
-            x, out = step(x, layer, params[layer.name], per_layer.get(layer.name))
+            x, out = step(x, layer, params[layer.name], per_layer.get(layer.name), False)
             if out is not None:
                 collected[layer.name] = out
     return x, collected
@@ -305,7 +307,7 @@ def _scan_segment(unit, stacked_params, x, per_layer, step):
         outs = {}
         for position, layer in enumerate(unit):
             name = f"block_{position:02d}"
-            x, out = step(x, layer, params[name], extra.get(name))
+            x, out = step(x, layer, params[name], extra.get(name), True)
             if out is not None:
                 outs[name] = out
         return x, outs
@@ -347,9 +349,9 @@ def hidden(
         stream_states = streams(spec, params, fixed, length, compute)
     embeddings_BTD = sharding.constrain_batch(_embedder(spec, params, compute)(tokens_BT))
 
-    def step(x_BTD, layer, layer_params, stream_LD):
+    def step(x_BTD, layer, layer_params, stream_LD, scanned):
         ctx = _context(layer, positions_BT, segments_BT, embeddings_BTD, stream_LD)
-        return _apply_block(spec, layer, layer_params, x_BTD, ctx, compute), None
+        return _apply_block(spec, layer, layer_params, x_BTD, ctx, compute, scanned), None
 
     x_BTD, _ = _run_layers(spec, params, embeddings_BTD, stream_states, step)
     return final_norm(spec, params, x_BTD, compute)

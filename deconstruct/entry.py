@@ -26,6 +26,8 @@ def one_line_errors(main: Callable) -> Callable:
     def wrapped(argv):
         if argv[1:]:
             return _fail(f"unknown argument {argv[1]!r}; flags begin with --")
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # libraries narrate their reads and writes
         try:
             return main(argv)
         except ValueError as error:

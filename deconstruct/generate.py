@@ -83,29 +83,25 @@ def _decode(spec, params, fixed, tokens, prompt_len, temperature, key, *, greedy
     return tokens, position + 1
 
 
-def continue_text(spec, weights, tokenizer, prompt: str, **kwargs) -> str:
+def continue_text(spec, params, fixed, tokenizer, prompt: str, **kwargs) -> str:
     """The text that the model puts after `prompt`; keywords as for `continue_ids`."""
-    prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
-    new = continue_ids(
-        spec, weights["params"], weights["fixed"], prompt_ids, end_id=tokenizer.eot_id, **kwargs
-    )
+    prompt_ids = tokenizer.with_start(tokenizer.encode(prompt))
+    new = continue_ids(spec, params, fixed, prompt_ids, end_id=tokenizer.eot_id, **kwargs)
     return tokenizer.decode(new)
 
 
 def main(argv) -> None:
     del argv
-    from deconstruct import checkpoint, mixers
-    from deconstruct import spec as spec_lib
-    from deconstruct import tokenizer as tokenizer_lib
-
     if _CHECKPOINT.value is None:
         raise ValueError("--checkpoint is missing: name a run's directory")
-    spec_json, weights, metadata = checkpoint.restore_weights(_CHECKPOINT.value, _STEP.value)
-    tokenizer = tokenizer_lib.load_beside(_CHECKPOINT.value, metadata.identity)
+    from deconstruct import trained
+
+    model = trained.load(_CHECKPOINT.value, _STEP.value)
     text = continue_text(
-        mixers.resolve(spec_lib.ModelSpec.from_json(spec_json)),
-        weights,
-        tokenizer,
+        model.spec,
+        model.params,
+        model.fixed,
+        model.tokenizer,
         _PROMPT.value,
         max_new_tokens=_MAX_NEW_TOKENS.value,
         temperature=_TEMPERATURE.value,

@@ -62,8 +62,9 @@ def starting_state(run: Run, saved: checkpoint.Checkpointer) -> tuple[TrainState
     3. A checkpoint past num_steps, of another run, or none that loads: a ValueError.
     """
     program, mesh = run.program, run.mesh
-    abstract = step.abstract_state(program, mesh)
-    found = saved.restore(*stored_form(program, abstract))
+    per_layer = dataclasses.replace(program, scan_layers=False)
+    abstract = step.abstract_state(per_layer, mesh)
+    found = saved.restore(*stored_form(per_layer, abstract))
     if found is None:
         print("starting from step 0: no checkpoint is here")
         return step.init_state(program, mesh, run.config.seed, run.text_ids), 0
@@ -88,19 +89,15 @@ def _map_params(function, tree):
 
 
 def stored_form(program: step.Program, state: TrainState):
-    """(weights, optimizer) as checkpoints hold them, per layer; of arrays or of their shapes."""
+    """(weights, optimizer) as checkpoints hold them: always per layer."""
     unstack = functools.partial(decoder.unstack_layers, program.spec)
     weights = {"params": state.params, "fixed": state.fixed}
     optimizer = {"state": state.opt_state, "skipped": state.skipped}
     if not program.scan_layers:
         return weights, optimizer
 
-    def convert(tree):
-        return _map_params(unstack, tree)
-
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        return jax.eval_shape(convert, weights), jax.eval_shape(convert, optimizer)
-    return jax.jit(convert)(weights), jax.jit(convert)(optimizer)
+    convert = jax.jit(lambda tree: _map_params(unstack, tree))
+    return convert(weights), convert(optimizer)
 
 
 def _memory_form(program: step.Program, found: checkpoint.Restored, mesh) -> TrainState:

@@ -337,7 +337,8 @@ def conclude(run: Run, state: TrainState) -> None:
         with jax.set_mesh(run.mesh):
             text = generate.continue_text(
                 run.spec,
-                {"params": state.params, "fixed": state.fixed},
+                state.params,
+                state.fixed,
                 run.dataset.tokenizer,
                 prompt,
                 max_new_tokens=SAMPLE_TOKENS,

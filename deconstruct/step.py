@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from deconstruct import decoder, mixers, objective, sharding
+from deconstruct import decoder, mixers, objective, optim, sharding
 from deconstruct.data.packing import Batch
 from deconstruct.decoder import Compute
 from deconstruct.mixers.base import visible
@@ -47,7 +47,7 @@ class Program:
 
     Attributes:
       spec: the model, resolved.
-      optimizer: takes gradients to updates.
+      optimizer: from `optim.make_optimizer`; drops an update that is not finite.
       schedule: updates done -> learning rate, for the logs.
       compute: dtype and remat.
       scan_layers: parameters by segment, run under a scan; else per layer, unrolled.
@@ -57,7 +57,7 @@ class Program:
     """
 
     spec: ModelSpec
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     schedule: Callable[[Any], Any]
     compute: Compute = dataclasses.field(default_factory=Compute)
     scan_layers: bool = False
@@ -130,14 +130,12 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
       0), finite, skipped (steps so far), and layer_grad_norm with one entry a layer).
     """
     grads, sums = _gradients(program, state, batch)
-    grad_norm = optax.global_norm(grads)
-    updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
     loss = sums.nll / sums.weight
+    grad_norm = optim.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-
-    def keep_if_finite(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
+    updates, opt_state = program.optimizer.update(
+        grads, state.opt_state, state.params, grad_norm=grad_norm, finite=finite
+    )
     metrics = {
         "loss": loss,
         "grad_norm": grad_norm,
@@ -150,8 +148,8 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
     state = TrainState(
         step=state.step + 1,
         skipped=metrics["skipped"],
-        params=keep_if_finite(optax.apply_updates(state.params, updates), state.params),
-        opt_state=keep_if_finite(opt_state, state.opt_state),
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
         fixed=state.fixed,
     )
     return state, metrics
@@ -233,7 +231,7 @@ def _hidden(program: Program, params, fixed, batch: Batch, stream_states=None):
 def _layer_norms(spec: ModelSpec, grads) -> jax.Array:
     """Gradient norm of each layer, (layers,), in order."""
     layers = decoder.unstack_layers(spec, grads)
-    return jnp.stack([optax.global_norm(layers[layer.name]) for layer in spec.layers])
+    return jnp.stack([optim.global_norm(layers[layer.name]) for layer in spec.layers])
 
 
 def validation_step(program: Program, params, fixed, batch: Batch) -> tuple[jax.Array, ...]:
