@@ -357,13 +357,11 @@ def _parse(cls, record, prefix: str):
 
 
 def _checked(name: str, value, hint):
-    """The value as `hint` has it; ints pass as floats, lists as tuples, nothing else changes."""
+    """The value as `hint` has it: lists become tuples, nothing else changes."""
     if value is None and types.NoneType in typing.get_args(hint):
         return None
     wanted = _optional(hint) if types.NoneType in typing.get_args(hint) else hint
     origin = typing.get_origin(wanted) or wanted
-    if origin is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if origin is tuple and isinstance(value, list | tuple):
         element = typing.get_args(wanted)[0]
         return tuple(_checked(f"{name}[{i}]", item, element) for i, item in enumerate(value))
