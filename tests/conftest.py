@@ -4,6 +4,9 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile far longer than they compute: half the time goes without LLVM's costly passes. In
+# the environment, so that the processes that tests start compile the very same code.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -14,7 +17,7 @@ jax.config.update("jax_threefry_partitionable", True)
 
 @pytest.fixture(scope="session")
 def shared_dir() -> pathlib.Path:
-    """The folder of corpora and evaluation data that some machines have; skips where it is absent."""
+    """The folder of corpora and evaluation data that some machines have; skips without it."""
     default = pathlib.Path(__file__).resolve().parents[2] / "shared"
     path = pathlib.Path(os.environ.get("DECONSTRUCT_SHARED", default))
     if not (path / "corpus").is_dir():
