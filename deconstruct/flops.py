@@ -100,6 +100,40 @@ def mixer_flops(spec: ModelSpec, layer: LayerSpec, batch_size: int, length: int)
     return MIXERS[layer.mixer].flops(spec, options_of(layer), batch_size, length)
 
 
+def mixer_decode_flops(spec: ModelSpec, layer: LayerSpec, length: int) -> int:
+    """FLOPs of one token through one mixer with a cache of `length`, all of which is read.
+
+    Read off the traced program, matrix products alone.
+    """
+    mixer = MIXERS[layer.mixer](spec, options_of(layer), jnp.float32)
+    variables = {"params": _shapes(spec, layer)["layer_01"]["mixer"]}
+    h_BTD, ctx = _inputs(spec, layer, 1, 1, jnp.float32)
+
+    def init_cache(variables, ctx):
+        return mixer.apply(variables, 1, length, ctx, method="init_cache")
+
+    def decode(variables, h_BTD, cache, ctx):
+        return mixer.apply(variables, h_BTD, cache, ctx, method="decode")
+
+    cache = jax.eval_shape(init_cache, variables, ctx)
+    return _product_flops(jax.make_jaxpr(decode)(variables, h_BTD, cache, ctx).jaxpr)
+
+
+def _product_flops(jaxpr) -> int:
+    """FLOPs of the matrix products in a jaxpr without loops, and in those that it calls."""
+    total = 0
+    for equation in jaxpr.eqns:
+        assert equation.primitive.name not in ("scan", "while")
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
+            total += 2 * inner * equation.outvars[0].aval.size
+        for value in equation.params.values():
+            if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+                total += _product_flops(getattr(value, "jaxpr", value))
+    return total
+
+
 def _feed_forward_flops(spec: ModelSpec, num_tokens: int) -> int:
     return 6 * num_tokens * spec.model_dim * spec.feed_forward_dim
 
@@ -151,7 +185,7 @@ def mixer_activation_bytes(spec: ModelSpec, layer: LayerSpec, batch_size: int, d
         return mixer.apply({"params": params}, h_BTD, ctx)
 
     params = _shapes(spec, layer)["layer_01"]["mixer"]
-    return _residual_bytes(apply, params, *_inputs(spec, layer, batch_size, dtype))
+    return _residual_bytes(apply, params, *_inputs(spec, layer, batch_size, spec.max_len, dtype))
 
 
 @functools.cache
@@ -166,16 +200,17 @@ def _block_residual_bytes(spec, kind, batch_size: int, compute: Compute) -> int:
     if policy is not None:
         apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
     params = _shapes(spec, layer)["layer_01"]
-    return _residual_bytes(apply, params, *_inputs(spec, layer, batch_size, compute.dtype))
+    inputs = _inputs(spec, layer, batch_size, spec.max_len, compute.dtype)
+    return _residual_bytes(apply, params, *inputs)
 
 
-def _inputs(spec: ModelSpec, layer: LayerSpec, batch_size: int, dtype):
-    """Shapes of (x_BTD, ctx) for a block or mixer on rows of max_len tokens."""
+def _inputs(spec: ModelSpec, layer: LayerSpec, batch_size: int, length: int, dtype):
+    """Shapes of (x_BTD, ctx) for a block or mixer on rows of `length` tokens."""
     mixer = MIXERS[layer.mixer]
-    x_BTD = jax.ShapeDtypeStruct((batch_size, spec.max_len, spec.model_dim), dtype)
-    stream_LD = jax.ShapeDtypeStruct(x_BTD.shape[1:], dtype)
+    x_BTD = jax.ShapeDtypeStruct((batch_size, length, spec.model_dim), dtype)
+    stream_LD = jax.ShapeDtypeStruct((spec.max_len, spec.model_dim), dtype)
     return x_BTD, MixerContext(
-        positions_BT=jax.ShapeDtypeStruct((1, spec.max_len), jnp.int32),
+        positions_BT=jax.ShapeDtypeStruct((1, length), jnp.int32),
         embeddings_BTD=x_BTD if mixer.uses_embeddings else None,
         stream_LD=stream_LD if mixer.stream else None,
     )

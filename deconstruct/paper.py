@@ -100,23 +100,57 @@ class PrintedCost:
     depend on B and their cache leaves out the stream's own values, and running sums need float32.
 
     Attributes:
-      prefill_flops: FLOPs of one forward without a cache.
+      time: order of one forward without a cache.
+      prefill_flops: FLOPs of that forward.
+      decode_flops: FLOPs of one token with a cache of L.
       activation_bytes: of training.
       cache_bytes: of decoding.
     """
 
+    time: str
     prefill_flops: str
+    decode_flops: str
     activation_bytes: str
     cache_bytes: str
 
 
-_DOT_PRODUCT = PrintedCost("4BL^2d + 6BLd^2", "8BLd/t + 2BL^2h/t", "4BLd")
-_FIXED_QK = PrintedCost("2L^2d + 2BL^2d + 6BLd^2", "4BLd/t + 8Ld/t + 2L^2h/t", "2BLd + 2Ld")
+_DOT_PRODUCT = PrintedCost(
+    time="BL^2d + BLd^2",
+    prefill_flops="4BL^2d + 6BLd^2",
+    decode_flops="6Bd^2 + 4BLd",
+    activation_bytes="8BLd/t + 2BL^2h/t",
+    cache_bytes="4BLd",
+)
+_FIXED_QK = PrintedCost(
+    time="BL^2d + BLd^2",
+    prefill_flops="2L^2d + 2BL^2d + 6BLd^2",
+    decode_flops="2Ld + 2BLd + 6Bd^2",
+    activation_bytes="4BLd/t + 8Ld/t + 2L^2h/t",
+    cache_bytes="2BLd + 2Ld",
+)
 PRINTED_COSTS = {
     "standard": _DOT_PRODUCT,
-    "mlp": PrintedCost("6BLd^2", "8BLd/t", "0"),
-    "approximate": PrintedCost("14BLd^2", "11BLd/t + 3Bdh/t^2", "6Bd + 4Bd^2/h"),
-    "non_approximate": PrintedCost("6BLd^2", "8BLd/t + 4BLh/t", "2Bd + 4Bh"),
+    "mlp": PrintedCost(
+        time="BLd^2",
+        prefill_flops="6BLd^2",
+        decode_flops="6Bd^2",
+        activation_bytes="8BLd/t",
+        cache_bytes="0",
+    ),
+    "approximate": PrintedCost(
+        time="BLd^2",
+        prefill_flops="14BLd^2",
+        decode_flops="10Bd^2",
+        activation_bytes="11BLd/t + 3Bdh/t^2",
+        cache_bytes="6Bd + 4Bd^2/h",
+    ),
+    "non_approximate": PrintedCost(
+        time="BLd^2",
+        prefill_flops="6BLd^2",
+        decode_flops="6Bd^2",
+        activation_bytes="8BLd/t + 4BLh/t",
+        cache_bytes="2Bd + 4Bh",
+    ),
     "rnd_emb_qk": _FIXED_QK,
     "fixed_seq_qk": _FIXED_QK,
     "static_emb_qk": _DOT_PRODUCT,

@@ -1,7 +1,6 @@
 """Every file in configs/: builds, has the paper's size, says of itself what is true."""
 
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -264,5 +263,6 @@ def test_printed_formulas_are_of_our_mixers():
         "standard", "mlp", "approximate", "non_approximate", "rnd_emb_qk", "fixed_seq_qk",
         "static_emb_qk",
     }  # fmt: skip
-    for cost, formula in itertools.product(paper.PRINTED_COSTS.values(), range(3)):
-        assert paper.evaluate(dataclasses.astuple(cost)[formula], **sizes) >= 0
+    for cost in paper.PRINTED_COSTS.values():
+        for formula in dataclasses.astuple(cost)[1:]:  # the first is an order
+            assert paper.evaluate(formula, **sizes) >= 0

@@ -166,6 +166,29 @@ def test_two_streams_both_travel():
     assert one.streams < two.streams < 2 * one.streams  # a mixer's own stream is there once
 
 
+@pytest.mark.parametrize(
+    "name, mixing",
+    [
+        ("standard", 4 * 16 * 32),
+        ("static_emb_qk", 4 * 16 * 32),
+        ("non_approximate", 0),
+        ("rnd_emb_qk", 4 * 16 * 32 - 2 * 32 * (32 + 16)),  # queries and keys are in the cache
+    ],
+)
+def test_decode_flops_by_hand(name, mixing):
+    """Width 32 in 4 heads and 2 groups, a cache of 16."""
+    spec = make_spec(name, num_layers=1)
+    projections = 2 * 32 * (32 + 16 + 16 + 32)
+    assert flops.mixer_decode_flops(spec, spec.layers[0], 16) == projections + mixing
+
+
+def test_decode_flops_of_linear_mixers_do_not_grow():
+    for name in ("mlp", "approximate"):
+        spec = make_spec(name, num_layers=1)
+        short, long = (flops.mixer_decode_flops(spec, spec.layers[0], n) for n in (8, 64))
+        assert short == long > 0
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", MIXERS)
 def test_cache_bytes_are_those_of_the_caches(name, dtype):

@@ -121,16 +121,19 @@ def mixer_table(spec: ModelSpec) -> Iterator[str]:
         first_of_kind.setdefault(layer.mixer, layer)
     for layer in first_of_kind.values():
         printed = paper.PRINTED_COSTS.get(layer.mixer)
+        yield f"  {layer.mixer}" + (f": time of order {printed.time}" if printed else "")
         ours = {
             "prefill_flops": flops.mixer_flops(spec, layer, 1, length),
+            "decode_flops": flops.mixer_decode_flops(spec, layer, length),
             "activation_bytes": flops.mixer_activation_bytes(spec, layer, 1, jnp.bfloat16),
             "cache_bytes": flops.mixer_cache_bytes(spec, layer, length, itemsize=2),
         }
         for field, value in ours.items():
             formula = "" if printed is None else getattr(printed, field)
             paper_value = f"{paper.evaluate(formula, **sizes):.3e}" if formula else "-"
-            what = f"{layer.mixer:<16}{field.replace('_', ' '):<17}"
-            yield f"  {what} ours {value:.3e}   paper {paper_value:<10} {formula}".rstrip()
+            what = field.replace("_", " ").replace("flops", "FLOPs")
+            line = f"    {what:<17} ours {value:.3e}   paper {paper_value:<10} {formula}"
+            yield line.rstrip()
 
 
 def main(argv) -> None:
