@@ -109,18 +109,30 @@ def init(spec: ModelSpec, key: jax.Array) -> Params:
         return _table(spec).init(table_key, tokens_BT, jnp.float32)["params"]
 
     params = {"embedding": init_table(embedding_key)}
-    for layer in spec.layers:
+    for alike in _layers_by_kind(spec):
+        layer = alike[0]
         ctx = MixerContext(
             positions_BT=tokens_BT,
             embeddings_BTD=x_BTD if _mixer(layer).uses_embeddings else None,
             stream_LD=x_BTD[0] if _mixer(layer).stream else None,
         )
-        layer_key = jax.random.fold_in(key, layer.number)
-        params[layer.name] = Block(spec, layer, jnp.float32).init(layer_key, x_BTD, ctx)["params"]
+        block = Block(spec, layer, jnp.float32)
+        layer_keys = jnp.stack([jax.random.fold_in(key, other.number) for other in alike])
+        stacked = jax.vmap(lambda k, block=block, ctx=ctx: block.init(k, x_BTD, ctx))(layer_keys)
+        for index, other in enumerate(alike):
+            params[other.name] = jax.tree.map(lambda leaf, i=index: leaf[i], stacked["params"])
     params["final_norm"] = norm.init(key, x_BTD)["params"]
     if not spec.tied_embeddings:
         params["head"] = init_table(head_key)
     return params
+
+
+def _layers_by_kind(spec: ModelSpec) -> list[list[LayerSpec]]:
+    """Layers of equal computation together, so that each kind's initialiser compiles once."""
+    by_kind: dict[Any, list[LayerSpec]] = {}
+    for layer in spec.layers:
+        by_kind.setdefault(layer.kind, []).append(layer)
+    return list(by_kind.values())
 
 
 def init_fixed(spec: ModelSpec, text_ids=None) -> dict[str, jax.Array]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -169,15 +170,9 @@ def test_a_non_finite_step_stops_the_run(monkeypatch, config_file, tmp_path):
     config = tiny_run.load_config(config_file, checkpoint_every=2)
     with pytest.raises(ValueError, match=r"step 7 is not finite.*rows 24 to 27.*checkpoint 6"):
         run.train(config, str(workdir))
-    _, weights, metadata = checkpoint.restore_weights(workdir)
-    assert metadata.step == 6
-    assert all(np.isfinite(leaf).all() for leaf in leaves(weights))
-
-
-def leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+    stored = checkpoint.restore_weights(workdir)
+    assert stored.metadata.step == 6
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stored.weights))
 
 
 def test_non_finite_steps_are_skipped_up_to_a_limit(monkeypatch, config_file, tmp_path):
@@ -205,8 +200,7 @@ def test_sigterm_saves_and_ends_non_zero(config_file, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
-    _, _, metadata = checkpoint.restore_weights(workdir)
-    assert metadata.step >= 5
+    assert checkpoint.restore_weights(workdir).metadata.step >= 5
 
 
 def test_a_vocabulary_too_small_is_refused_before_compiling(config_file, tmp_path):
@@ -238,7 +232,7 @@ def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeyp
     config = tiny_run.load_config(config_file, num_steps=1)
     for workdir in ("relative/", str(tmp_path / "with space")):
         run.train(config, workdir)
-        assert checkpoint.restore_weights(workdir.rstrip("/"))[2].step == 1
+        assert checkpoint.restore_weights(workdir).metadata.step == 1
 
 
 @pytest.mark.parametrize(
