@@ -55,7 +55,8 @@ def test_flops_and_memory_by_hand():
     assert f"a token     forward {forward:.3e}, train {3 * forward:.3e}" in text
     assert f"{3 * forward * 2**19:.3e} for 256 x 2048 tokens" in text
     assert f"the run     {3 * forward * 2**19 * 28_610:.3e} for 28,610 steps" in text
-    assert f"parameters {4 * 76_665_344 / 2**30:.3f}, moments" in text
+    bytes_of_parameters = 4 * 76_665_344 / 2**30
+    assert f"parameters {bytes_of_parameters:.3f}, moments {2 * bytes_of_parameters:.3f}, " in text
     kept = 6 * 64 * 2048 * 512 * 2 / 2**30
     assert f"activations {kept:.3f} kept by the layers for 64 rows at a time (bfloat16" in text
     assert f"decoding    {6 * 2 * 2048 * 512 * 2 / 2**30:.4f} of caches" in text

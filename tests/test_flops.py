@@ -95,11 +95,11 @@ def test_mlp_width_stays_when_layers_go():
 
 
 def measured_spec(name: str, num_layers=2) -> ModelSpec:
-    """Wide enough that matrix products dominate."""
+    """Wide enough that matrix products dominate, long enough that the maps are much of them."""
     layers = plan_layers(num_layers, name, "uniform")
     return mixers.resolve(
         ModelSpec(
-            vocab_size=300, max_len=128, model_dim=128, feed_forward_dim=256, num_heads=2,
+            vocab_size=300, max_len=256, model_dim=128, feed_forward_dim=64, num_heads=2,
             num_kv_heads=2, layers=layers,
         )
     )  # fmt: skip
@@ -180,6 +180,13 @@ def test_decode_flops_by_hand(name, mixing):
     spec = make_spec(name, num_layers=1)
     projections = 2 * 32 * (32 + 16 + 16 + 32)
     assert flops.mixer_decode_flops(spec, spec.layers[0], 16) == projections + mixing
+
+
+def test_products_inside_called_functions_count():
+    jaxpr = jax.make_jaxpr(jax.jit(lambda a, b: jax.nn.silu(a @ b)))(
+        jnp.ones((2, 3)), jnp.ones((3, 5))
+    )
+    assert flops._product_flops(jaxpr.jaxpr) == 2 * 2 * 3 * 5
 
 
 def test_decode_flops_of_linear_mixers_do_not_grow():
