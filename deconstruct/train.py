@@ -7,7 +7,7 @@ is imported; what a run does is in `run.py`.
 from absl import flags
 
 from deconstruct import config as config_lib
-from deconstruct import entry
+from deconstruct import entry, host_memory
 
 _CONFIG = entry.define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run; made when it is not there")
@@ -28,6 +28,8 @@ def main(argv) -> None:
                 "--config=configs/quickstart.py --workdir=runs/quickstart"
             )
     config = config_lib.parse(_CONFIG.value)
+    if config.compute.platform in ("auto", "cpu"):
+        host_memory.keep_pages()
     from deconstruct import mixers  # JAX, once every key has passed
 
     mixers.resolve(config.model.build(config.max_len, vocab_size=1))

@@ -16,6 +16,7 @@ EDGES = {
     "entry": {"config"},
     "tokenizer": set(),
     "sharding": set(),
+    "host_memory": set(),
     "layers": {"spec", "sharding"},
     "kernels": {"sharding", "spec"},
     "mixers": {"spec", "layers", "kernels", "sharding"},
@@ -38,7 +39,7 @@ EDGES = {
         "checkpoint", "config", "data", "flops", "generate", "metrics", "objective", "resume",
         "setup", "sharding", "step", "tokenizer",
     },
-    "train": {"config", "entry", "mixers", "run"},
+    "train": {"config", "entry", "host_memory", "mixers", "run"},
 }  # fmt: skip
 
 
