@@ -57,17 +57,21 @@ def parse_flags(args: list[str]) -> list[str]:
     """
     if any(arg in ("--help", "-help", "--helpfull", "-h", "-?") for arg in args):
         return app.parse_flags_with_usage(args)
-    unset = []
+    unset, seen = [], set()
     try:
         for arg in args[1:]:
             override = _OVERRIDE.fullmatch(arg)
             if override is None:
                 _check_config_file(arg)
                 continue
-            hint = config_lib.key_type(override[1])
-            if override[2] in ("None", "none"):
-                config_lib.check_optional(override[1], hint)
-                unset.append((arg, override[1]))
+            key, value = override.groups()
+            hint = config_lib.key_type(key)
+            if key in seen:
+                raise ValueError(f"config key {key!r} is given twice; give it once")
+            seen.add(key)
+            if value in ("None", "none"):
+                config_lib.check_optional(key, hint)
+                unset.append((arg, key))
         remaining = flags.FLAGS([arg for arg in args if arg not in dict(unset)])
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
             flags.FLAGS.config.keys()  # a file that did not load raises only when it is touched
@@ -79,9 +83,9 @@ def parse_flags(args: list[str]) -> list[str]:
 
 
 def _check_config_file(arg: str) -> None:
-    name, _, value = arg.lstrip("-").partition("=")
+    name, given, value = arg.lstrip("-").partition("=")
     path = pathlib.Path(value.partition(":")[0]).expanduser()
-    if name == "config" and not path.is_file():
+    if name == "config" and given and not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         found = f"; {path.parent} holds {', '.join(beside)}" if beside else ""
         raise ValueError(f"config file {path} does not exist{found}")

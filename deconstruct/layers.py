@@ -74,20 +74,28 @@ class GatedFeedForward(nn.Module):
         return down(nn.silu(gate_BTF) * up_BTF)
 
 
-def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
-    """Rotary positions, half-split: component k turns with component k + K/2.
+def rotary_tables(positions_BT: jax.Array, head_dim: int, base: float):
+    """(cos, signed sin) of every position's angles, each (B or 1, T, 1, K) float32.
+
+    Half-split: component k turns with component k + K/2, by position * base^(-2k/K) radians.
 
     Args:
-      x_BTHK: queries or keys.
-      positions_BT: position of each token, (B, T) or (1, T) where rows share them.
-      base: wavelength base; pair k turns by position * base^(-2k/K) radians.
+      positions_BT: position of each token, (B, T), or (1, T) where rows share them.
     """
-    half = x_BTHK.shape[-1] // 2
+    half = head_dim // 2
     frequency_K = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions_BT.astype(jnp.float32)[:, :, None, None] * frequency_K[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    tables = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    # Without the barrier the compiler computes them again for every head and row.
+    return jax.lax.optimization_barrier(tables)
+
+
+def rotate(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Queries or keys turned by `rotary_tables`."""
+    cos, sin = tables
+    x32 = x_BTHK.astype(jnp.float32)
+    turned = x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin
     return turned.astype(x_BTHK.dtype)
 
 

@@ -4,6 +4,8 @@ Run the same command again to resume. The config is parsed and checked here, bef
 is imported; what a run does is in `run.py`.
 """
 
+import importlib.util
+
 from absl import flags
 
 from deconstruct import config as config_lib
@@ -28,7 +30,7 @@ def main(argv) -> None:
                 "--config=configs/quickstart.py --workdir=runs/quickstart"
             )
     config = config_lib.parse(_CONFIG.value)
-    if config.compute.platform in ("auto", "cpu"):
+    if runs_on_cpu(config.compute.platform):
         host_memory.keep_pages()
     from deconstruct import mixers  # JAX, once every key has passed
 
@@ -36,6 +38,13 @@ def main(argv) -> None:
     from deconstruct import run  # all else, once the model has passed
 
     run.train(config, _WORKDIR.value, allow_change=_ALLOW_CHANGE.value)
+
+
+def runs_on_cpu(platform: str) -> bool:
+    """Whether JAX will compute on CPU, as far as can be told before it is imported."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
+    accelerated = any(importlib.util.find_spec(plugin) for plugin in plugins)
+    return platform == "cpu" or (platform == "auto" and not accelerated)
 
 
 if __name__ == "__main__":

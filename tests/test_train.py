@@ -247,6 +247,7 @@ def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeyp
         (["--config.model.plan=evn"], "did you mean 'even'?"),
         (["--config.model.mixer=standrad"], "did you mean 'standard'?"),
         (["--config.model.mixer=mlp[widht=3]"], "did you mean 'width'?"),
+        (["--config.seed=1", "--config.seed=2"], "given twice"),
         (["--workdirr=x"], "workdir"),
         (["stray"], "stray"),
     ],

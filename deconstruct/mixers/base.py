@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from deconstruct.layers import Projection, RMSNorm, rotate
+from deconstruct.layers import Projection, RMSNorm, rotary_tables, rotate
 from deconstruct.spec import ModelSpec
 
 
@@ -132,8 +132,8 @@ class QKVMixer(Mixer):
         q_BTHK, k_BTGK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         if self.spec.qk_norm:
             q_BTHK, k_BTGK = self.query_norm(q_BTHK), self.key_norm(k_BTGK)
-        base = self.spec.rope_base
-        return rotate(q_BTHK, positions_BT, base), rotate(k_BTGK, positions_BT, base)
+        tables = rotary_tables(positions_BT, self.spec.head_dim, self.spec.rope_base)
+        return rotate(q_BTHK, tables), rotate(k_BTGK, tables)
 
     def values(self, h_BTD: jax.Array) -> jax.Array:
         """v_BTGK."""
