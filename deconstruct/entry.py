@@ -15,6 +15,7 @@ from ml_collections import config_flags
 
 from deconstruct import config as config_lib
 
+_CONFIG_FLAG = "config"
 _OVERRIDE = re.compile(r"--?config\.([\w.]+)(?:=(.*))?", re.DOTALL)
 _MISSING_KEY = re.compile(r'Key "(\w+)" does not exist')
 
@@ -40,7 +41,7 @@ def one_line_errors(main: Callable) -> Callable:
 def define_config_flag():
     """The `--config=FILE.py[:ARGUMENT]` flag with its `--config.KEY=VALUE` overrides."""
     return config_flags.DEFINE_config_file(
-        "config", None, "config file, its argument after a colon; --config.KEY=VALUE overrides"
+        _CONFIG_FLAG, None, "config file, its argument after a colon; --config.KEY=VALUE overrides"
     )
 
 
@@ -73,19 +74,26 @@ def parse_flags(args: list[str]) -> list[str]:
                 config_lib.check_optional(key, hint)
                 unset.append((arg, key))
         remaining = flags.FLAGS([arg for arg in args if arg not in dict(unset)])
-        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-            flags.FLAGS.config.keys()  # a file that did not load raises only when it is touched
-            for _, key in unset:
-                flags.FLAGS.config.update_from_flattened_dict({key: None})
+        if _CONFIG_FLAG in flags.FLAGS:
+            _touch_config(flags.FLAGS.config, [key for _, key in unset])
         return remaining
     except (flags.Error, ValueError, AttributeError, TypeError, OSError, SyntaxError) as error:
         sys.exit(_fail(_explain(error)))
 
 
+def _touch_config(config, unset: list[str]) -> None:
+    """Sets keys to None; a file that did not load raises only here, when it is touched."""
+    if isinstance(config, str | None):  # a command that hands the file on, or none given
+        return
+    config.keys()
+    for key in unset:
+        config.update_from_flattened_dict({key: None})
+
+
 def _check_config_file(arg: str) -> None:
     name, given, value = arg.lstrip("-").partition("=")
     path = pathlib.Path(value.partition(":")[0]).expanduser()
-    if name == "config" and given and not path.is_file():
+    if name == _CONFIG_FLAG and given and not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         found = f"; {path.parent} holds {', '.join(beside)}" if beside else ""
         raise ValueError(f"config file {path} does not exist{found}")
