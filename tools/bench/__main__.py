@@ -1,0 +1,26 @@
+"""`python -m tools.bench NAME [--flags]`: runs one benchmark; `--help` after a name lists flags."""
+
+import importlib
+import sys
+
+from absl import flags
+
+from deconstruct import entry
+
+BENCHMARKS = {"train": "tools.bench.train"}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        sys.exit(
+            f"error: no benchmark {name!r}; usage: python -m tools.bench {'|'.join(BENCHMARKS)}"
+        )
+    del sys.argv[1]
+    module = importlib.import_module(BENCHMARKS[name])
+    flags.adopt_module_key_flags(module)  # so that --help lists them
+    entry.run(module.main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A train step against PyTorch's: `python -m tools.bench train`.
+
+Both train the same Qwen2 shape on the same random rows in float32 on CPU, taking turns in one run;
+`ratio` is the peer's median step time over ours, so above 1 we are faster. The peer has PyTorch's
+own allocator settings unless `--peer_keep_pages`. Read a ratio beside its `load_average`: where
+other programs want the cores, PyTorch's threads wait for each other and the ratio flatters us.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+
+from absl import flags
+
+from deconstruct import host_memory
+from tools.bench import compare
+from tools.bench.peer import Peer
+from tools.bench.shapes import SHAPES
+
+_SHAPES = flags.DEFINE_multi_enum("shape", list(SHAPES), list(SHAPES), "which model and batch")
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "turns of each side that count", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 3, "train steps a turn", lower_bound=1)
+_PEER_PYTHON = flags.DEFINE_string(
+    "peer_python", sys.executable, "a Python that has what requirements-peers.txt names"
+)
+_PEER_KEEP_PAGES = flags.DEFINE_bool(
+    "peer_keep_pages", False, "give the peer deconstruct.host_memory.keep_pages, as ours has"
+)
+
+
+def main(argv) -> None:
+    del argv
+    host_memory.keep_pages()
+    for name in _SHAPES.value:
+        shape, load_average = SHAPES[name], round(os.getloadavg()[0], 2)
+        with Peer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:
+            from tools.bench.ours import Ours  # JAX, after keep_pages and a peer that is there
+
+            result = measure(Ours(shape), peer, _ROUNDS.value, _STEPS.value)
+        setting = {
+            "peer_keeps_pages": _PEER_KEEP_PAGES.value,
+            "cores": os.cpu_count(),
+            "load_average": load_average,
+        }
+        print(
+            json.dumps(
+                {"benchmark": "train", "shape": name, **dataclasses.asdict(shape), **result}
+                | setting
+            ),
+            flush=True,
+        )
+
+
+def measure(ours, peer, rounds: int, steps: int) -> dict:
+    """What a line says of the two sides: medians, quartiles, their ratio, and that both trained."""
+    assert ours.parameters == peer.about["parameters"], "the two models differ"
+    sides = {"ours": ours.steps, "peer": peer.steps}
+    times = compare.alternate(sides, rounds=rounds, runs=steps)
+    result = {"ratio": round(compare.ratio_of_medians(times, "ours", "peer"), 3)}
+    for name, milliseconds in times.items():
+        result[f"{name}_ms"] = round(statistics.median(milliseconds), 1)
+        if len(milliseconds) > 1:
+            low, _, high = statistics.quantiles(milliseconds, n=4)
+            result[f"{name}_ms_quartiles"] = [round(low, 1), round(high, 1)]
+    losses = {"ours_loss": round(ours.loss, 3), "peer_loss": round(peer.loss, 3)}
+    return result | losses | {"steps": rounds * steps, **peer.about}
