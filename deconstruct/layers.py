@@ -71,7 +71,27 @@ class GatedFeedForward(nn.Module):
         gate_BTF = project(self.hidden_dim, ("embed", "feed_forward"), "gate")(x_BTD)
         up_BTF = project(self.hidden_dim, ("embed", "feed_forward"), "up")(x_BTD)
         down = project(x_BTD.shape[-1], ("feed_forward", "embed"), "down")
-        return down(nn.silu(gate_BTF) * up_BTF)
+        return down(gated(gate_BTF, up_BTF))
+
+
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SiLU(gate) * up. Its backward reads the two once, where autodiff makes three passes."""
+    return nn.silu(gate) * up
+
+
+def _gated_forward(gate, up):
+    return gated(gate, up), (gate, up)
+
+
+def _gated_backward(saved, d_out):
+    gate, up = saved
+    sigmoid = nn.sigmoid(gate)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return d_out * up * slope, d_out * gate * sigmoid
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def rotary_tables(positions_BT: jax.Array, head_dim: int, base: float):
