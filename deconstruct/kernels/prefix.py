@@ -9,12 +9,12 @@ would lose z beside a large m. With p_i = exp(s_i - m_i) / z_i, and the decay be
 o_i = sum_{j<=i} decay(j, i) p_j v_j, and backwards G_j = sum_{i>=j} decay(j, i) do_i gives
 dv_j = p_j G_j and ds_j = p_j (v_j.G_j - E_j), E_j being the same sum over do_i.o_i.
 
-`scan` carries (m, z, n) through an associative scan. `blocked` sums inside blocks of `BLOCK`
-positions and hands the sums at the blocks' ends to itself, a problem `BLOCK` times shorter: it
-reads the values twice and writes the output once, about the least that memory allows.
+`scan` makes both sums by an associative scan over neighbours' decays. `blocked` sums inside blocks
+of `BLOCK` positions and hands the sums at the blocks' ends to itself, a problem `BLOCK` times
+shorter: it reads the values twice and writes the output once, about the least that memory allows.
 
-Axes: B batch, T time, H heads, G value groups, R heads of a group, W value size, N blocks, I and J
-positions of a block (J the earlier one).
+Axes: B batch, T time, H heads, G value groups, W value size, N blocks, I and J positions of a block
+(J the earlier one).
 """
 
 import functools
@@ -24,14 +24,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from deconstruct.kernels.reference import visible, weigh
+from deconstruct.kernels.backends import platform
+from deconstruct.kernels.reference import per_head, visible, weigh
 
 # Largest error against `reference`, relative to the largest entry, of outputs and of gradients,
 # and what a score's own rounding adds: 4 float32 epsilons of the largest score.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 SCORE_EPSILONS = 4
 
-BLOCK = 16
+BLOCK = 8
 
 
 class PrefixState(NamedTuple):
@@ -43,11 +44,28 @@ class PrefixState(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The running maximum and denominator at each position, and the number of its document."""
+    """The running maximum and denominator at each position, and the number of its document.
 
-    m_BTGR: jax.Array
-    z_BTGR: jax.Array
-    runs_BT11: jax.Array
+    The last is None where documents are not isolated.
+    """
+
+    m_BTH: jax.Array
+    z_BTH: jax.Array
+    runs_BT1: jax.Array | None
+
+
+class Form(NamedTuple):
+    """One way to make the running sums and the two sums over decays, all float32.
+
+    Attributes:
+      running: (s_BTH, runs_BT1 or None) -> Running.
+      before: (running, p_BTH, x_BTHW) -> out_i = sum over j <= i of decay(j, i) p_j x_j.
+      after: (running, p_BTH, x_BTHW) -> out_j = p_j times the sum over i >= j of decay(j, i) x_i.
+    """
+
+    running: Callable
+    before: Callable
+    after: Callable
 
 
 def reference(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
@@ -80,7 +98,7 @@ def prefix_step(
 
 
 def scan(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
-    """o_BTHW by an associative scan over (m, z, n), and another one for the backward."""
+    """o_BTHW by associative scans over all positions."""
     return _softmax(SCAN, s_BTH, v_BTGW, runs_BT)
 
 
@@ -89,122 +107,158 @@ def blocked(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
     return _softmax(BLOCKED, s_BTH, v_BTGW, runs_BT)
 
 
-class Sums(NamedTuple):
-    """The two sums over decays: (running, x_BTGRW) -> out_BTGRW in float32.
-
-    Attributes:
-      before: out_i = sum over j <= i of decay(j, i) x_j.
-      after: out_j = sum over i >= j of decay(j, i) x_i.
-    """
-
-    before: Callable
-    after: Callable
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(sums, s_BTH, v_BTGW, runs_BT):
-    return _softmax_forward(sums, s_BTH, v_BTGW, runs_BT)[0]
+def _softmax(form, s_BTH, v_BTGW, runs_BT):
+    return _softmax_forward(form, s_BTH, v_BTGW, runs_BT)[0]
 
 
-def _softmax_forward(sums, s_BTH, v_BTGW, runs_BT):
-    s_BTGR = _by_group(s_BTH.astype(jnp.float32), v_BTGW.shape[2])
-    running = _running(s_BTGR, runs_BT)
-    p_BTGR = jnp.exp(s_BTGR - running.m_BTGR) / running.z_BTGR
-    v_BTG1W = v_BTGW[:, :, :, None].astype(jnp.float32)
-    o_BTGRW = sums.before(running, p_BTGR[..., None] * v_BTG1W)
-    o_BTHW = o_BTGRW.reshape(*s_BTH.shape, -1).astype(v_BTGW.dtype)
-    return o_BTHW, (s_BTH, v_BTGW, o_BTHW, running, p_BTGR)
+def _softmax_forward(form, s_BTH, v_BTGW, runs_BT):
+    s_BTH = s_BTH.astype(jnp.float32)
+    running = form.running(s_BTH, None if runs_BT is None else runs_BT[:, :, None])
+    p_BTH = jnp.exp(s_BTH - running.m_BTH) / running.z_BTH
+    v_BTHW = per_head(v_BTGW.astype(jnp.float32), s_BTH.shape[2])
+    o_BTHW = form.before(running, p_BTH, v_BTHW).astype(v_BTGW.dtype)
+    return o_BTHW, (v_BTGW, o_BTHW, running, p_BTH)
 
 
-def _softmax_backward(sums, residuals, do_BTHW):
-    s_BTH, v_BTGW, o_BTHW, running, p_BTGR = residuals
+def _softmax_backward(form, residuals, do_BTHW):
+    v_BTGW, o_BTHW, running, p_BTH = residuals
     do_BTHW = do_BTHW.astype(jnp.float32)
     do_o_BTH1 = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1, keepdims=True)
-    groups = v_BTGW.shape[2]
-    dv_BTGRW = p_BTGR[..., None] * sums.after(running, _by_group(do_BTHW, groups))
-    e_BTGR = sums.after(running, _by_group(do_o_BTH1, groups))[..., 0]
-    v_dv_BTGR = jnp.sum(v_BTGW[:, :, :, None].astype(jnp.float32) * dv_BTGRW, axis=-1)
-    ds_BTH = (v_dv_BTGR - p_BTGR * e_BTGR).reshape(s_BTH.shape)
-    return ds_BTH.astype(s_BTH.dtype), jnp.sum(dv_BTGRW, axis=3).astype(v_BTGW.dtype), None
+    dv_BTHW = form.after(running, p_BTH, do_BTHW)
+    p_e_BTH = form.after(running, p_BTH, do_o_BTH1)[..., 0]
+    v_BTHW = per_head(v_BTGW.astype(jnp.float32), p_BTH.shape[2])
+    ds_BTH = jnp.sum(v_BTHW * dv_BTHW, axis=-1) - p_e_BTH
+    dv_BTGRW = dv_BTHW.reshape(*v_BTGW.shape[:3], -1, v_BTGW.shape[3])
+    return ds_BTH, jnp.sum(dv_BTGRW, axis=3).astype(v_BTGW.dtype), None
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def _by_group(x_BTH, groups: int):
-    """(B, T, H, ..) -> (B, T, G, R, ..)."""
-    return x_BTH.reshape(*x_BTH.shape[:2], groups, -1, *x_BTH.shape[3:])
-
-
-def _running(s_BTGR, runs_BT) -> Running:
-    """Running maximum and denominator by an associative scan, from the start of each document."""
-
-    def join(left: Running, right: Running) -> Running:
-        same = left.runs_BT11 == right.runs_BT11
-        m = jnp.where(same, jnp.maximum(left.m_BTGR, right.m_BTGR), right.m_BTGR)
-        past = jnp.where(same, left.z_BTGR * jnp.exp(left.m_BTGR - m), 0.0)
-        return Running(m, past + right.z_BTGR * jnp.exp(right.m_BTGR - m), right.runs_BT11)
-
-    if runs_BT is None:
-        runs_BT = jnp.zeros(s_BTGR.shape[:2], jnp.int32)
-    singles = Running(s_BTGR, jnp.ones_like(s_BTGR), runs_BT[:, :, None, None])
-    return jax.lax.associative_scan(join, singles, axis=1)
-
-
 def _decay(earlier: Running, later: Running):
     """What is left of the earlier position's sum in the later one's, at most 1."""
-    share = jnp.exp(earlier.m_BTGR - later.m_BTGR) * (earlier.z_BTGR / later.z_BTGR)
-    return jnp.where(earlier.runs_BT11 == later.runs_BT11, share, 0.0)
+    share = jnp.exp(earlier.m_BTH - later.m_BTH) * (earlier.z_BTH / later.z_BTH)
+    if later.runs_BT1 is None:
+        return share
+    return jnp.where(earlier.runs_BT1 == later.runs_BT1, share, 0.0)
 
 
-def _scanned(running: Running, x_BTGRW, reverse: bool):
-    """out_i = x_i + decay(i-1, i) out_{i-1}; in reverse out_j = x_j + decay(j, j+1) out_{j+1}."""
+def _decay_between_neighbours(running: Running, *, reverse: bool):
+    """From the position before to each, or in reverse from each to the one after: (B, T, H)."""
     earlier = jax.tree.map(lambda x: x[:, :-1], running)
-    steps = _decay(earlier, jax.tree.map(lambda x: x[:, 1:], running))
-    pad = ((0, 0), (0, 1) if reverse else (1, 0), (0, 0), (0, 0))
-
-    def join(left, right):
-        (r_left, x_left), (r_right, x_right) = left, right
-        return r_left * r_right, x_left * r_right[..., None] + x_right
-
-    return jax.lax.associative_scan(join, (jnp.pad(steps, pad), x_BTGRW), axis=1, reverse=reverse)[
-        1
-    ]
+    decay_BTH = _decay(earlier, jax.tree.map(lambda x: x[:, 1:], running))
+    return jnp.pad(decay_BTH, ((0, 0), (0, 1) if reverse else (1, 0), (0, 0)))
 
 
-SCAN = Sums(functools.partial(_scanned, reverse=False), functools.partial(_scanned, reverse=True))
+def _join(left: Running, right: Running) -> Running:
+    """The running sums over both spans, where the right one ends."""
+    m = jnp.maximum(left.m_BTH, right.m_BTH)
+    past = left.z_BTH * jnp.exp(left.m_BTH - m)
+    if right.runs_BT1 is not None:
+        same = left.runs_BT1 == right.runs_BT1
+        m, past = jnp.where(same, m, right.m_BTH), jnp.where(same, past, 0.0)
+    return Running(m, past + right.z_BTH * jnp.exp(right.m_BTH - m), right.runs_BT1)
 
 
-def _blocks_before(running: Running, x_BTGRW):
-    """`Sums.before` by blocks: what a block's own positions add, and what its start carries in.
+def _add(left, right):
+    """Sums with their decay from before: (decay_BTH, x_BTHW)."""
+    (decay_left, x_left), (decay_right, x_right) = left, right
+    return decay_left * decay_right, x_left * decay_right[..., None] + x_right
+
+
+def _scan_running(s_BTH, runs_BT1) -> Running:
+    singles = Running(s_BTH, jnp.ones_like(s_BTH), runs_BT1)
+    return jax.lax.associative_scan(_join, singles, axis=1)
+
+
+def _scan_before(running: Running, p_BTH, x_BTHW):
+    parts = (_decay_between_neighbours(running, reverse=False), p_BTH[..., None] * x_BTHW)
+    return jax.lax.associative_scan(_add, parts, axis=1)[1]
+
+
+def _scan_after(running: Running, p_BTH, x_BTHW):
+    parts = (_decay_between_neighbours(running, reverse=True), x_BTHW)
+    return p_BTH[..., None] * jax.lax.associative_scan(_add, parts, axis=1, reverse=True)[1]
+
+
+SCAN = Form(_scan_running, _scan_before, _scan_after)
+
+
+def _blocks_running(s_BTH, runs_BT1) -> Running:
+    """The running sums inside each block from its start, joined with those at that start."""
+    s_BNJH, runs_BNI1 = _in_blocks((s_BTH, runs_BT1), mode="edge")
+    size = s_BNJH.shape[2]
+    counts = (jnp.arange(size)[:, None] >= jnp.arange(size)[None, :])[None, None, :, :, None]
+    if runs_BT1 is not None:
+        counts &= runs_BNI1[:, :, :, None] == runs_BNI1[:, :, None]
+    s_BNIJH = jnp.where(counts, s_BNJH[:, :, None], -jnp.inf)
+    m_BNIH = jnp.max(s_BNIJH, axis=3)
+    z_BNIH = jnp.sum(jnp.exp(s_BNIJH - m_BNIH[:, :, :, None]), axis=3)
+    inside = Running(m_BNIH, z_BNIH, runs_BNI1)
+    ends = jax.tree.map(lambda x: x[:, :, -1], inside)
+    before = jax.tree.map(lambda x: x[:, :, None], _exclusive(ends))
+    return jax.tree.map(lambda x: _out_of_blocks(x, s_BTH), _join(before, inside))
+
+
+def _blocks_before(running: Running, p_BTH, x_BTHW):
+    """What a position's own block adds, and what the block's start carries in.
 
     The sums at the blocks' ends come first and from x alone, so that the output is written once.
     """
-    at_BNI, x_BNJGRW = _in_blocks(running, mode="edge"), _in_blocks(x_BTGRW, mode="constant")
-    inside_BNIJGR = _decays_inside(at_BNI)
-    out_BNIGRW = _combine(inside_BNIJGR, x_BNJGRW)
-    if x_BNJGRW.shape[1] > 1:
-        ends_BN = jax.tree.map(lambda x: x[:, :, -1], at_BNI)
-        own_BNGRW = jnp.sum(inside_BNIJGR[:, :, -1, ..., None] * x_BNJGRW, axis=2)
-        carried_BNGRW = _shift(_blocks_before(ends_BN, own_BNGRW), 1)
-        out_BNIGRW += _decay_from_start(at_BNI, ends_BN)[..., None] * carried_BNGRW[:, :, None]
-    return _out_of_blocks(out_BNIGRW, x_BTGRW)
+    x_BNJHW = _in_blocks(x_BTHW, mode="constant")
+    weights_BNIJH = _weights(running, p_BTH)
+    own_BNHW = jnp.sum(weights_BNIJH[:, :, -1, 1:, :, None] * x_BNJHW, axis=2)
+    carried_BNHW = _shift(_across(running, own_BNHW, reverse=False), 1)
+    out_BNIHW = weights_BNIJH[:, :, :, 0, :, None] * carried_BNHW[:, :, None]
+    for j in range(x_BNJHW.shape[2]):
+        out_BNIHW += weights_BNIJH[:, :, :, 1 + j, :, None] * x_BNJHW[:, :, j, None]
+    return _out_of_blocks(out_BNIHW, x_BTHW)
 
 
-def _blocks_after(running: Running, x_BTGRW):
-    """`Sums.after` by blocks, the mirror image: positions receive from their block and its end."""
-    at_BNI, x_BNIGRW = _in_blocks(running, mode="edge"), _in_blocks(x_BTGRW, mode="constant")
-    inside_BNIJGR = _decays_inside(at_BNI)
-    out_BNJGRW = _combine(jnp.swapaxes(inside_BNIJGR, 2, 3), x_BNIGRW)
-    if x_BNIGRW.shape[1] > 1:
-        ends_BN = jax.tree.map(lambda x: x[:, :, -1], at_BNI)
-        to_start_BNGRW = jnp.sum(_decay_from_start(at_BNI, ends_BN)[..., None] * x_BNIGRW, axis=2)
-        carried_BNGRW = _blocks_after(ends_BN, _shift(to_start_BNGRW, -1))
-        out_BNJGRW += inside_BNIJGR[:, :, -1, ..., None] * carried_BNGRW[:, :, None]
-    return _out_of_blocks(out_BNJGRW, x_BTGRW)
+def _blocks_after(running: Running, p_BTH, x_BTHW):
+    """The mirror image: a position receives from its own block and from the block's end."""
+    x_BNIHW = _in_blocks(x_BTHW, mode="constant")
+    weights_BNIJH = _weights(running, p_BTH)
+    own_BNHW = jnp.sum(weights_BNIJH[:, :, :, 0, :, None] * x_BNIHW, axis=2)
+    carried_BNHW = _across(running, _shift(own_BNHW, -1), reverse=True)
+    out_BNJHW = weights_BNIJH[:, :, -1, 1:, :, None] * carried_BNHW[:, :, None]
+    for i in range(x_BNIHW.shape[2]):
+        out_BNJHW += weights_BNIJH[:, :, i, 1:, :, None] * x_BNIHW[:, :, i, None]
+    return _out_of_blocks(out_BNJHW, x_BTHW)
 
 
-BLOCKED = Sums(_blocks_before, _blocks_after)
+BLOCKED = Form(_blocks_running, _blocks_before, _blocks_after)
+
+
+def _across(running: Running, own_BNHW, *, reverse: bool):
+    """The sums over decays at the blocks' ends, from what each block adds."""
+    decay_BNH = _decay_between_neighbours(_ends(running), reverse=reverse)
+    nothing = (jnp.ones_like(decay_BNH[:, 0]), jnp.zeros_like(own_BNHW[:, 0]))
+    return _accumulate(_add, nothing, (decay_BNH, own_BNHW), reverse=reverse)[1]
+
+
+def _exclusive(ends: Running) -> Running:
+    """The running sums where each block starts, from those inside each block at its end."""
+    batch, _, heads = ends.m_BTH.shape
+    runs = None if ends.runs_BT1 is None else jnp.full((batch, 1), -1, ends.runs_BT1.dtype)
+    nothing = Running(jnp.full((batch, heads), -jnp.inf), jnp.zeros((batch, heads)), runs)
+    total = _accumulate(_join, nothing, ends)
+    return jax.tree.map(lambda n, x: jnp.concatenate([n[:, None], x[:, :-1]], 1), nothing, total)
+
+
+def _accumulate(join: Callable, nothing, blocks, *, reverse: bool = False):
+    """The running `join` along axis 1: one by one on a CPU, where a loop costs little."""
+    if platform() != "cpu":
+        return jax.lax.associative_scan(join, blocks, axis=1, reverse=reverse)
+
+    def step(left, right):
+        joined = join(left, right)
+        return joined, joined
+
+    blocks_first = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), blocks)
+    _, joined = jax.lax.scan(step, nothing, blocks_first, reverse=reverse)
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), joined)
 
 
 def _in_blocks(tree, mode: str):
@@ -223,33 +277,33 @@ def _out_of_blocks(x_BNI, like_BT):
     return x_BNI.reshape(x_BNI.shape[0], -1, *x_BNI.shape[3:])[:, : like_BT.shape[1]]
 
 
-def _decays_inside(at_BNI: Running):
-    """decay(j, i) inside each block, 0 for j > i: (B, N, I, J, G, R)."""
-    earlier = jax.tree.map(lambda x: x[:, :, None, :], at_BNI)
-    later = jax.tree.map(lambda x: x[:, :, :, None], at_BNI)
-    size = at_BNI.m_BTGR.shape[2]
-    order_IJ = jnp.tril(jnp.ones((size, size), bool))
-    return jnp.where(order_IJ[None, None, :, :, None, None], _decay(earlier, later), 0.0)
+def _ends(running: Running) -> Running:
+    """The running sums at the last position of each block."""
+    return jax.tree.map(lambda x: x[:, :, -1], _in_blocks(running, mode="edge"))
 
 
-def _decay_from_start(at_BNI: Running, ends_BN: Running):
-    """decay from the end of the block before to each position, 0 in the first block."""
-    before = jax.tree.map(lambda x: _shift(x, 1, fill=-1)[:, :, None], ends_BN)
-    return _decay(before, at_BNI)
+def _weights(running: Running, p_BTH):
+    """(B, N, I, 1 + J, H): decay(j, i) p_j inside each block, 0 for j > i.
 
-
-def _shift(x_BN, by: int, fill=0):
-    """x of the block before (`by` 1) or after (-1), `fill` where there is none.
-
-    No document has the number -1, so `fill=-1` of a `Running` decays to nothing.
+    The first column is the decay from the end of the block before, 0 in the first block: one array,
+    so that the compiler makes it once and does not make it again for each column of the values.
     """
-    edge = jnp.full_like(x_BN[:, :1], fill)
-    return jnp.concatenate([edge, x_BN[:, :-1]] if by == 1 else [x_BN[:, 1:], edge], axis=1)
-
-
-def _combine(weights_BNIJGR, x_BNJGRW):
-    """sum over j of weights times x, written out: a matrix product this small is slower."""
-    return sum(
-        weights_BNIJGR[:, :, :, j, :, :, None] * x_BNJGRW[:, :, None, j]
-        for j in range(x_BNJGRW.shape[2])
+    at_BNI = _in_blocks(running, mode="edge")
+    starts_BN = jax.tree.map(lambda x: _shift(x, 1), _ends(running))
+    earlier = jax.tree.map(lambda s, x: jnp.concatenate([s[:, :, None], x], 2), starts_BN, at_BNI)
+    decay_BNIJH = _decay(
+        jax.tree.map(lambda x: x[:, :, None, :], earlier),
+        jax.tree.map(lambda x: x[:, :, :, None], at_BNI),
     )
+    p_BNJH = _in_blocks(p_BTH, mode="constant")
+    p_BNJH = jnp.pad(p_BNJH, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
+    blocks, size = at_BNI.m_BTH.shape[1:3]
+    n, i, j = jnp.ogrid[:blocks, :size, -1:size]
+    counts_NIJ = (j <= i) & ((j >= 0) | (n > 0))
+    return jnp.where(counts_NIJ[None, ..., None], decay_BNIJH * p_BNJH[:, :, None], 0.0)
+
+
+def _shift(x_BN, by: int):
+    """x of the block before (`by` 1) or after (-1), 0 where there is none."""
+    zero = jnp.zeros_like(x_BN[:, :1])
+    return jnp.concatenate([zero, x_BN[:, :-1]] if by == 1 else [x_BN[:, 1:], zero], axis=1)

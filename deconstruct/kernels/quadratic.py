@@ -29,8 +29,8 @@ MIN_ROWS = 128
 MAX_ROWS = 256
 MAX_SPANS = 8
 
-# Bytes of scores that a part may hold on CPU: half of a core's second-level cache.
-CPU_SCORE_BYTES = 2**20
+# Bytes of scores that a part may hold on CPU: a quarter of a core's second-level cache.
+CPU_SCORE_BYTES = 2**19
 
 
 class Rule(NamedTuple):
