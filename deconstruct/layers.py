@@ -9,6 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from deconstruct import sharding
+
 
 def logical(init, *axes: str | None):
     """An initialiser whose parameter carries the names of its axes."""
@@ -145,4 +147,6 @@ class Table(nn.Module):
         )
 
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return jnp.take(self.table, tokens_BT, axis=0, mode="fill").astype(dtype)
+        # Whole rows: looked up in their parts, the result would have to be laid out anew.
+        table_VD = sharding.constrain_param(self.table, "vocab", None)
+        return jnp.take(table_VD, tokens_BT, axis=0, mode="fill").astype(dtype)

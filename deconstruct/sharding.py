@@ -81,6 +81,15 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     )
 
 
+def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pins a parameter's axes by their logical names, None for whole; a no-op on one device."""
+    if active_mesh() is None:
+        return x
+    rules = dict(RULES)
+    axes = (None if name is None else rules[name] for name in names)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
+
+
 def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
     """The NamedSharding of each leaf of a parameter tree whose leaves carry logical names."""
     specs = nn.get_partition_spec(boxed_params)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import re
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -577,14 +577,9 @@ def test_saved_on_any_mesh_and_restored_on_any_other(tmp_path):
     paths = {"from_mesh": str(from_mesh), "from_one": str(from_one)}
     done = subprocess.run(
         [sys.executable, "-c", MESH_PROGRAM.format(root=str(ROOT), **paths)],
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "JAX_PLATFORMS": "cpu",
-        },
+        env=devices.environment(8),
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.stdout.strip() == "done", done.stderr
     assert_restores(from_mesh, 5)

@@ -3,11 +3,11 @@
 Axes: B batch, T time, N tokens, D model, V vocabulary rows.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,9 +232,7 @@ def test_bits_per_byte():
 def test_meshes_equal_one_device_and_sum_the_table_gradient_once():
     """Trap: with shardings alone the loop would all-reduce a [V, D] float32 in every chunk."""
     script = pathlib.Path(__file__).with_name("objective_on_meshes.py")
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | flags | {"PYTHONPATH": str(script.parents[1])}
     done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, script], env=devices.environment(8), capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout == "equal\n", done.stderr[-3000:]

@@ -1,11 +1,10 @@
 """The schedule by hand, and AdamW against optax's and against NumPy float64."""
 
 import dataclasses
-import os
-import pathlib
 import subprocess
 import sys
 
+import devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -298,13 +297,10 @@ print("equal")
 
 @pytest.mark.slow
 def test_moments_lie_as_their_parameters_do():
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
-    }
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_MESH], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", ON_A_MESH],
+        env=devices.environment(8),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and done.stdout == "equal\n", done.stderr[-3000:]

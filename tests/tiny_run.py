@@ -1,12 +1,12 @@
 """A training run small enough for tests: made-up text, width 32, three seconds to compile."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import data_corpus
+import devices
 
 from deconstruct import config as config_lib
 from deconstruct.data import prepare
@@ -66,11 +66,10 @@ def command(config: pathlib.Path | str, workdir: pathlib.Path | str, *flags: str
     return [sys.executable, "-m", "deconstruct.train", *given]
 
 
-def run_command(args: list[str], **kwargs) -> subprocess.CompletedProcess:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, **kwargs
-    )
+def run_command(args: list[str], num_devices: int = 1) -> subprocess.CompletedProcess:
+    """A command on so many CPU devices."""
+    env = devices.environment(num_devices)
+    return subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def records(workdir: pathlib.Path, kind: str | None = None) -> list[dict]:
