@@ -255,7 +255,8 @@ class _Likelihood(NamedTuple):
 def _likelihood(head: _Head, table_VD, x_CD, targets_C) -> _Likelihood:
     ids_V = _row_ids(head, table_VD)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
-    logits_CV = jnp.where((ids_V < head.vocab_size)[None, :], logits_CV, -jnp.inf)
+    if head.sharded or head.vocab_size < len(table_VD):  # else it would be a pass for nothing
+        logits_CV = jnp.where((ids_V < head.vocab_size)[None, :], logits_CV, -jnp.inf)
     max_C = jnp.max(logits_CV, axis=-1)
     if head.sharded:
         max_C = jax.lax.pmax(max_C, VOCABULARY_AXIS)

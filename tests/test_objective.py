@@ -47,18 +47,18 @@ def assert_near(got, wanted, relative):
 
 
 @pytest.mark.parametrize(
-    "shape, chunk, z_loss",
+    "shape, rows, chunk, z_loss",
     [
-        ((2, 64), 128, 0.0),
-        ((2, 64), 32, 1e-2),
-        ((3, 37), 20, 0.0),
-        ((3, 37), 20, 1e-2),
-        ((1, 1), 8, 1e-2),
-        ((1, 500), 127, 0.0),
+        ((2, 64), ROWS, 128, 0.0),
+        ((2, 64), ROWS, 32, 1e-2),
+        ((3, 37), ROWS, 20, 0.0),
+        ((3, 37), VOCAB, 20, 1e-2),  # a table without padding
+        ((1, 1), ROWS, 8, 1e-2),
+        ((1, 500), ROWS, 127, 0.0),
     ],
 )
-def test_chunked_equals_plain_in_value_and_gradients(shape, chunk, z_loss):
-    x, table, targets, weights = make(*shape)
+def test_chunked_equals_plain_in_value_and_gradients(shape, rows, chunk, z_loss):
+    x, table, targets, weights = make(*shape, rows=rows)
 
     def whole(x, table):
         return plain(x, table, targets, weights, vocab_size=VOCAB, z_loss=z_loss)
