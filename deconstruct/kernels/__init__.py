@@ -164,12 +164,17 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
         dtype=v_BTGW.dtype,
         isolates_documents=segments_BT is not None,
     )
+    runs = ()
     if segments_BT is not None:
         _check_shape(op, "segments", segments_BT, (batch, length))
         if not jnp.issubdtype(segments_BT.dtype, jnp.integer):
             raise ValueError(f"{op}: segments must be integers, not {segments_BT.dtype}")
-        arrays = (*arrays, document_runs(segments_BT))
-    return choose(BACKENDS[op], call, backend).run(*arrays)
+        runs = (document_runs(segments_BT),)
+    chosen = choose(BACKENDS[op], call, backend)
+    if call.platform == "cpu":
+        # XLA's CPU products take no bfloat16 operands with a float32 result.
+        arrays = [x.astype(jnp.float32) for x in arrays]
+    return chosen.run(*arrays, *runs).astype(v_BTGW.dtype)
 
 
 def _check_keys(op: str, q_BTHK, k_BTGK, v_BTGW) -> None:

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from deconstruct.kernels.quadratic import Rule, attend
 from deconstruct.kernels.reference import attention_scores, visible, weigh
 
-# Largest error against `reference`, relative to the largest entry, of outputs and of gradients.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-
 
 def reference(q_BTHK, k_BTGK, v_BTGW, runs_BT=None):
     """From the equation, in float32, with the whole map in memory."""

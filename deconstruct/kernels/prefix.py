@@ -27,11 +27,6 @@ import jax.numpy as jnp
 from deconstruct.kernels.backends import platform
 from deconstruct.kernels.reference import per_head, visible, weigh
 
-# Largest error against `reference`, relative to the largest entry, of outputs and of gradients,
-# and what a score's own rounding adds: 4 float32 epsilons of the largest score.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-SCORE_EPSILONS = 4
-
 BLOCK = 8
 
 
@@ -103,8 +98,12 @@ def scan(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
 
 
 def blocked(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
-    """o_BTHW by sums inside blocks of `BLOCK` positions and across their ends."""
-    return _softmax(BLOCKED, s_BTH, v_BTGW, runs_BT)
+    """o_BTHW by sums inside blocks of `BLOCK` positions and across their ends.
+
+    Across the ends go one by one on a CPU, where a loop costs little, and in parallel elsewhere.
+    """
+    across = _in_turn if platform() == "cpu" else _in_parallel
+    return _softmax(_blocked_form(across), s_BTH, v_BTGW, runs_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -185,7 +184,7 @@ def _scan_after(running: Running, p_BTH, x_BTHW):
 SCAN = Form(_scan_running, _scan_before, _scan_after)
 
 
-def _blocks_running(s_BTH, runs_BT1) -> Running:
+def _blocks_running(accumulate: Callable, s_BTH, runs_BT1) -> Running:
     """The running sums inside each block from its start, joined with those at that start."""
     s_BNJH, runs_BNI1 = _in_blocks((s_BTH, runs_BT1), mode="edge")
     size = s_BNJH.shape[2]
@@ -197,11 +196,11 @@ def _blocks_running(s_BTH, runs_BT1) -> Running:
     z_BNIH = jnp.sum(jnp.exp(s_BNIJH - m_BNIH[:, :, :, None]), axis=3)
     inside = Running(m_BNIH, z_BNIH, runs_BNI1)
     ends = jax.tree.map(lambda x: x[:, :, -1], inside)
-    before = jax.tree.map(lambda x: x[:, :, None], _exclusive(ends))
+    before = jax.tree.map(lambda x: x[:, :, None], _exclusive(accumulate, ends))
     return jax.tree.map(lambda x: _out_of_blocks(x, s_BTH), _join(before, inside))
 
 
-def _blocks_before(running: Running, p_BTH, x_BTHW):
+def _blocks_before(accumulate: Callable, running: Running, p_BTH, x_BTHW):
     """What a position's own block adds, and what the block's start carries in.
 
     The sums at the blocks' ends come first and from x alone, so that the output is written once.
@@ -209,48 +208,54 @@ def _blocks_before(running: Running, p_BTH, x_BTHW):
     x_BNJHW = _in_blocks(x_BTHW, mode="constant")
     weights_BNIJH = _weights(running, p_BTH)
     own_BNHW = jnp.sum(weights_BNIJH[:, :, -1, 1:, :, None] * x_BNJHW, axis=2)
-    carried_BNHW = _shift(_across(running, own_BNHW, reverse=False), 1)
+    carried_BNHW = _shift(_across(accumulate, running, own_BNHW, reverse=False), 1)
     out_BNIHW = weights_BNIJH[:, :, :, 0, :, None] * carried_BNHW[:, :, None]
     for j in range(x_BNJHW.shape[2]):
         out_BNIHW += weights_BNIJH[:, :, :, 1 + j, :, None] * x_BNJHW[:, :, j, None]
     return _out_of_blocks(out_BNIHW, x_BTHW)
 
 
-def _blocks_after(running: Running, p_BTH, x_BTHW):
+def _blocks_after(accumulate: Callable, running: Running, p_BTH, x_BTHW):
     """The mirror image: a position receives from its own block and from the block's end."""
     x_BNIHW = _in_blocks(x_BTHW, mode="constant")
     weights_BNIJH = _weights(running, p_BTH)
     own_BNHW = jnp.sum(weights_BNIJH[:, :, :, 0, :, None] * x_BNIHW, axis=2)
-    carried_BNHW = _across(running, _shift(own_BNHW, -1), reverse=True)
+    carried_BNHW = _across(accumulate, running, _shift(own_BNHW, -1), reverse=True)
     out_BNJHW = weights_BNIJH[:, :, -1, 1:, :, None] * carried_BNHW[:, :, None]
     for i in range(x_BNIHW.shape[2]):
         out_BNJHW += weights_BNIJH[:, :, i, 1:, :, None] * x_BNIHW[:, :, i, None]
     return _out_of_blocks(out_BNJHW, x_BTHW)
 
 
-BLOCKED = Form(_blocks_running, _blocks_before, _blocks_after)
+@functools.cache
+def _blocked_form(accumulate: Callable) -> Form:
+    parts = (_blocks_running, _blocks_before, _blocks_after)
+    return Form(*(functools.partial(part, accumulate) for part in parts))
 
 
-def _across(running: Running, own_BNHW, *, reverse: bool):
+def _across(accumulate: Callable, running: Running, own_BNHW, *, reverse: bool):
     """The sums over decays at the blocks' ends, from what each block adds."""
     decay_BNH = _decay_between_neighbours(_ends(running), reverse=reverse)
     nothing = (jnp.ones_like(decay_BNH[:, 0]), jnp.zeros_like(own_BNHW[:, 0]))
-    return _accumulate(_add, nothing, (decay_BNH, own_BNHW), reverse=reverse)[1]
+    return accumulate(_add, nothing, (decay_BNH, own_BNHW), reverse=reverse)[1]
 
 
-def _exclusive(ends: Running) -> Running:
+def _exclusive(accumulate: Callable, ends: Running) -> Running:
     """The running sums where each block starts, from those inside each block at its end."""
     batch, _, heads = ends.m_BTH.shape
     runs = None if ends.runs_BT1 is None else jnp.full((batch, 1), -1, ends.runs_BT1.dtype)
     nothing = Running(jnp.full((batch, heads), -jnp.inf), jnp.zeros((batch, heads)), runs)
-    total = _accumulate(_join, nothing, ends)
+    total = accumulate(_join, nothing, ends, reverse=False)
     return jax.tree.map(lambda n, x: jnp.concatenate([n[:, None], x[:, :-1]], 1), nothing, total)
 
 
-def _accumulate(join: Callable, nothing, blocks, *, reverse: bool = False):
-    """The running `join` along axis 1: one by one on a CPU, where a loop costs little."""
-    if platform() != "cpu":
-        return jax.lax.associative_scan(join, blocks, axis=1, reverse=reverse)
+def _in_parallel(join: Callable, nothing, blocks, *, reverse: bool):
+    """The running `join` along axis 1."""
+    return jax.lax.associative_scan(join, blocks, axis=1, reverse=reverse)
+
+
+def _in_turn(join: Callable, nothing, blocks, *, reverse: bool):
+    """The running `join` along axis 1, from `nothing` on."""
 
     def step(left, right):
         joined = join(left, right)

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 
 from deconstruct.kernels.precision import product
 
+# Largest error of a form against its reference, relative to the largest entry or 1, by the inputs'
+# dtype; the same for outputs and gradients.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
 
 def attention_scores(q_BTHK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
     """q.k / sqrt(K) in float32: (B, H, T, S). The one definition of the scale."""

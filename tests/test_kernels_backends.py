@@ -1,0 +1,121 @@
+"""The table of backends: which one runs, what is refused, and that shapes are checked first."""
+
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_cases import OPS, Case, bind, inputs
+
+from deconstruct import kernels
+from deconstruct.kernels import backends, quadratic
+
+CASE = Case(6, 4, 2, 8)
+
+
+def call(op, backend="auto", **changed):
+    """The op on small inputs, its arrays named q, k, v or s, v, with some of them replaced."""
+    names = "sv" if op == "prefix_softmax" else "qkv"
+    arrays = dict(zip(names, inputs(op, CASE)[0], strict=True)) | changed
+    options = {"segments_BT": arrays.pop("segments")} if "segments" in arrays else {}
+    return getattr(kernels, op)(*arrays.values(), backend=backend, **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_backend_names_the_nearest(op):
+    with pytest.raises(ValueError, match=rf"unknown backend of {op} 'referense'.*'reference'"):
+        call(op, "referense")
+
+
+def table(monkeypatch, *entries):
+    """An op's table of made-up backends: (name, refuses, advises against)."""
+    made = tuple(
+        backends.Backend(
+            name,
+            lambda *arrays, name=name: jnp.full((1,), len(name)),
+            lambda call, refuses=refuses: refuses,
+            lambda call, against=against: against,
+        )
+        for name, refuses, against in entries
+    )
+    monkeypatch.setitem(kernels.BACKENDS, "causal_attention", made)
+
+
+def test_auto_takes_the_first_that_has_no_reason_against(monkeypatch, caplog):
+    table(
+        monkeypatch, ("a", "no such chip", None), ("bb", None, "slower here"), ("ccc", None, None)
+    )
+    with caplog.at_level(logging.DEBUG, logger=backends.__name__):
+        assert call("causal_attention") == 3
+        assert call("causal_attention") == 3
+    (line,) = caplog.messages  # once for this kind of call
+    assert "a (no such chip)" in line and "bb (slower here)" in line
+
+
+def test_named_backend_runs_against_advice_but_not_when_it_cannot(monkeypatch):
+    table(monkeypatch, ("a", "no such chip", None), ("bb", None, "slower here"))
+    assert call("causal_attention", "bb") == 2
+    with pytest.raises(ValueError, match="causal_attention cannot run with backend 'a': no such"):
+        call("causal_attention", "a")
+    table(monkeypatch, ("a", "no such chip", None))
+    with pytest.raises(ValueError, match=r"no backend of causal_attention.*a \(no such chip\)"):
+        call("causal_attention")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_auto_is_the_first_of_the_table(op):
+    arrays, _ = inputs(op, CASE)
+    first = kernels.BACKENDS[op][0].name
+    auto, named = (str(jax.make_jaxpr(bind(op, CASE, b))(*arrays)) for b in ("auto", first))
+    assert auto == named
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+THREE_GROUPS = {"k": zeros(2, 6, 3, 8), "v": zeros(2, 6, 3, 8)}
+WRONG = [
+    ("causal_attention", {"k": zeros(2, 6, 2, 9)}, r"k has .* expected \(2, 6, any, 8\)"),
+    ("causal_attention", {"v": zeros(2, 6, 1, 8)}, r"v has .* expected \(2, 6, 2, any\)"),
+    ("causal_attention", THREE_GROUPS, "3 key/value groups do not divide 4 heads"),
+    ("causal_attention", {"segments": zeros(2, 6)}, "segments must be integers, not float32"),
+    ("taylor_attention", {"k": zeros(2, 6, 2, 9)}, r"k has .* expected \(2, 6, any, 8\)"),
+    ("taylor_attention", THREE_GROUPS, "3 key/value groups do not divide 4 heads"),
+    ("prefix_softmax", {"v": zeros(2, 5, 2, 8)}, r"v has .* expected \(2, 6, any, any\)"),
+    ("prefix_softmax", {"v": zeros(2, 6, 3, 8)}, "3 key/value groups do not divide 4 heads"),
+    ("prefix_softmax", {"segments": zeros(2, 5, dtype=jnp.int32)}, "segments has shape"),
+    ("fixed_map_attention", {"v": zeros(2, 7, 2, 8)}, "holds 6 positions and cannot serve 7"),
+    ("fixed_map_attention", {"k": zeros(6, 1, 8)}, r"k has .* expected \(6, 2, 8\)"),
+]
+
+
+@pytest.mark.parametrize("op, changed, message", WRONG)
+def test_wrong_shapes_are_refused(op, changed, message):
+    with pytest.raises(ValueError, match=f"^{op}: .*{message}"):
+        call(op, **changed)
+
+
+def test_fixed_map_serves_fewer_positions_than_its_stream():
+    """The first positions of a longer stream are all that counts."""
+    (q, k, v), _ = inputs("fixed_map_attention", CASE)
+    short = kernels.fixed_map_attention(q, k, v[:, :4])
+    assert jnp.allclose(short, kernels.fixed_map_attention(q, k, v)[:, :4], atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 500, 1024, 1025, 2048, 2049, 5000, 16384])
+def test_spans_cover_the_rows_once_and_few_are_unrolled(length):
+    spans = quadratic.spans(length)
+    assert spans[0].start == 0 and spans[-1].stop == length and len(spans) <= 9
+    for span, after in itertools.pairwise(spans):
+        assert span.stop == after.start
+    assert all((s.stop - s.start) % s.rows == 0 and s.rows <= quadratic.MAX_ROWS for s in spans)
+
+
+def test_parts_bound_the_scores_on_a_cpu_only():
+    """64 units of 4 x 128 x 256 bytes of scores each; half a megabyte may live at once."""
+    q, k = jnp.zeros((8, 256, 8, 4)), jnp.zeros((8, 256, 8, 4))
+    assert quadratic.num_parts(q, k) == 64 * 4 * 128 * 256 // quadratic.CPU_SCORE_BYTES
+    with kernels.target_platform("tpu"):
+        assert quadratic.num_parts(q, k) == 1

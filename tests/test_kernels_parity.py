@@ -1,0 +1,159 @@
+"""Every form of every op equals its reference, in outputs and all gradients (K1, K2, K3)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import OPS, Case, assert_near, bind, inputs, with_gradients
+
+from deconstruct import kernels
+from deconstruct.kernels import quadratic
+from deconstruct.kernels.documents import document_runs
+from deconstruct.kernels.reference import TOLERANCE
+
+# Lengths, head sizes, groupings, documents and dtypes, each pair that matters once. Documents of
+# length 1 stand alone, in rows, and at the edges of blocks of 8, 128 and 256.
+ONES = (1,) * 9
+EDGES_OF_8 = (7, 1, 8, 1, 15, 1, 24, 6)
+EDGES_OF_128 = (127, 1, 127, 1, 1, 128, 115)
+CASES = [
+    Case(1, 2, 2, 16),
+    Case(9, 4, 2, 64, documents=ONES),
+    Case(63, 3, 1, 80, documents=EDGES_OF_8),
+    Case(127, 2, 2, 16, value_size=24),
+    Case(500, 2, 1, 16, documents=EDGES_OF_128),
+    Case(127, 4, 2, 64, documents=(60, 67), dtype="bfloat16"),
+]
+FORMS = [
+    (op, backend.name)
+    for op in OPS
+    for backend in kernels.BACKENDS[op]
+    if backend.name != "reference"
+]
+
+
+def takes_documents(op):
+    return op != "fixed_map_attention"
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """References, each made once."""
+    made = {}
+
+    def get(op, case):
+        if (op, case) not in made:
+            made[op, case] = with_gradients(bind(op, case, "reference"))(*inputs(op, case))
+        return made[op, case]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "op, backend, case",
+    [
+        (op, backend, case if takes_documents(op) else dataclasses.replace(case, documents=None))
+        for op, backend in FORMS
+        for case in CASES
+    ],
+    ids=str,
+)
+def test_form_equals_reference(op, backend, case, wanted):
+    got = with_gradients(bind(op, case, backend))(*inputs(op, case))
+    assert_near(got, wanted(op, case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("op, backend", FORMS)
+def test_form_takes_another_path_than_the_reference(op, backend):
+    """A form has its own backward; the reference holds all scores and leaves it to JAX."""
+    case = Case(40, 2, 2, 16)
+    arrays, _ = inputs(op, case)
+    form = str(jax.make_jaxpr(bind(op, case, backend))(*arrays))
+    reference = str(jax.make_jaxpr(bind(op, case, "reference"))(*arrays))
+    assert "custom_vjp_call" in form and "custom_vjp_call" not in reference
+
+
+def test_forms_of_one_op_take_different_paths():
+    case = Case(40, 2, 2, 16)
+    for op in ("taylor_attention", "prefix_softmax"):
+        arrays, _ = inputs(op, case)
+        first, second = (
+            str(jax.make_jaxpr(bind(op, case, backend.name))(*arrays))
+            for backend in kernels.BACKENDS[op][:2]
+        )
+        assert first != second
+
+
+@pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] != "scan"])
+def test_trace_for_accelerators_equals_reference(op, backend, monkeypatch):
+    """There a form works on the whole batch at once; a CPU, which walks it, can run that too."""
+    case = Case(41, 2, 2, 16, documents=(8, 33) if takes_documents(op) else None)
+    arrays, do = inputs(op, case)
+    monkeypatch.setattr(quadratic, "CPU_SCORE_BYTES", 1)
+    on_cpu = str(jax.make_jaxpr(bind(op, case, backend))(*arrays))
+    with kernels.target_platform("tpu"):
+        assert str(jax.make_jaxpr(bind(op, case, backend))(*arrays)) != on_cpu
+        got = with_gradients(bind(op, case, backend))(arrays, do)
+    reference = with_gradients(bind(op, case, "reference"))(arrays, do)
+    assert_near(got, reference, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] in ("xla", "quadratic")])
+def test_long_rows_are_scanned_in_blocks(op, backend, monkeypatch):
+    """Past 2048 positions a span takes several blocks and a ragged rest; here with blocks of 4."""
+    monkeypatch.setattr(quadratic, "MIN_ROWS", 4)
+    monkeypatch.setattr(quadratic, "MAX_ROWS", 4)
+    monkeypatch.setattr(quadratic, "MAX_SPANS", 2)
+    monkeypatch.setattr(quadratic, "CPU_SCORE_BYTES", 1)
+    assert [s.stop - s.start > s.rows for s in quadratic.spans(45)] == [True, True, False]
+    case = Case(45, 4, 2, 16, documents=(3, 1, 4, 13, 24))
+    arrays, do = inputs(op, case)
+    assert "scan" in str(jax.make_jaxpr(bind(op, case, backend))(*arrays))
+    got = with_gradients(bind(op, case, backend))(arrays, do)
+    reference = with_gradients(bind(op, case, "reference"))(arrays, do)
+    assert_near(got, reference, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("op, backend", FORMS)
+def test_form_under_remat_and_scan(op, backend):
+    """Two layers in a rematerialised scan give the gradients of two calls in a row."""
+    case = Case(24, 2, 2, 16)
+    arrays, do = inputs(op, case)
+    function = bind(op, case, backend)
+
+    def layer(v, _):
+        return v + function(*arrays[:-1], v), None
+
+    def looped(v):
+        return layer(layer(v, None)[0], None)[0]
+
+    def scanned(v):
+        return jax.lax.scan(jax.checkpoint(layer), v, None, length=2)[0]
+
+    got, wanted = (with_gradients(f)((arrays[-1],), do) for f in (scanned, looped))
+    assert_near(got, wanted, TOLERANCE[case.dtype])
+
+
+def test_documents_are_runs_of_equal_ids():
+    """Ids that come back, or that are negative or 0, name another document."""
+    ids = jnp.asarray([[1, 2, 1, 1, 0, -5, -5]])
+    assert document_runs(ids).tolist() == [[0, 1, 2, 2, 3, 4, 4]]
+
+
+@pytest.mark.parametrize("op, backend", [form for form in FORMS if takes_documents(form[0])])
+def test_packed_documents_equal_each_alone(op, backend):
+    """Outputs and gradients, and the sum of their squares; documents of length 1 among them."""
+    lengths = (1, 1, 9, 1)
+    case = Case(sum(lengths), 2, 1, 16, documents=lengths)
+    arrays, do = inputs(op, case)
+    got = with_gradients(bind(op, case, backend))(arrays, do)
+    alone = with_gradients(bind(op, Case(0, 2, 1, 16), "reference"))
+    stops = np.cumsum(lengths)
+    pieces = [
+        alone(tuple(x[:1, b - n : b] for x in arrays), do[:1, b - n : b])
+        for n, b in zip(lengths, stops, strict=True)
+    ]
+    joined = [jnp.concatenate(arrays, axis=1) for arrays in zip(*pieces, strict=True)]
+    assert_near([x[:1] for x in got], joined, TOLERANCE[case.dtype])

@@ -1,0 +1,163 @@
+"""Taylor attention: one function in all its forms, at any scale, and which form is taken when."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import Case, assert_near, bind, inputs, with_gradients
+
+from deconstruct import kernels
+from deconstruct.kernels import taylor, taylor_recurrence
+from deconstruct.kernels.reference import TOLERANCE
+
+OP = "taylor_attention"
+SMALL = Case(50, 4, 2, 16)
+
+
+def chunked(size):
+    return lambda q, k, v: taylor_recurrence.chunked(q, k, v, chunk_length=size)
+
+
+def stepwise(q, k, v):
+    """The recurrence with its state carried from token to token."""
+    batch, _, groups, key_size = k.shape
+    state = kernels.taylor_state_init(batch, groups, key_size, v.shape[-1])
+
+    def step(state, qkv):
+        o, state = kernels.taylor_step(state, *qkv)
+        return state, o
+
+    _, o = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v)))
+    return jnp.swapaxes(o, 0, 1)
+
+
+FORMS = {
+    "reference": taylor.reference,
+    "quadratic": taylor.quadratic,
+    "steps": stepwise,
+    **{f"chunks of {size}": chunked(size) for size in (1, 7, 16, 64)},
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {name: with_gradients(form)(*inputs(OP, SMALL)) for name, form in FORMS.items()}
+
+
+@pytest.mark.parametrize("first, second", list(itertools.combinations(FORMS, 2)))
+def test_all_pairs_of_forms_agree(first, second, results):
+    """The step's gradient is JAX's own, the chunks' and the quadratic form's are ours."""
+    assert_near(results[first], results[second], TOLERANCE["float32"])
+
+
+def test_forms_are_different_programs():
+    arrays, _ = inputs(OP, SMALL)
+    texts = {str(jax.make_jaxpr(form)(*arrays)) for form in FORMS.values()}
+    assert len(texts) == len(FORMS)
+
+
+def test_features_make_the_weight():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+    phi = taylor_recurrence.features(jnp.asarray(x))
+    assert phi.shape == (2, taylor_recurrence.num_features(5), 3) == (2, 21, 3)
+    dot = np.einsum("bks,bkt->bst", x, x)
+    assert np.allclose(np.einsum("bfs,bft->bst", phi, phi), 1 + dot + dot**2 / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["quadratic", "chunked"])
+def test_scale_may_sit_on_either_side(backend):
+    """Only q.k counts: a factor on q equals the same on k, and the square root on both."""
+    (q, k, v), _ = inputs(OP, SMALL)
+    run = jax.jit(bind(OP, SMALL, backend))
+    wanted = run(9.0 * q, k, v)
+    for other in (run(q, 9.0 * k, v), run(3.0 * q, 3.0 * k, v)):
+        assert_near([other], [wanted], 4 * TOLERANCE["float32"])
+
+
+def float64_gradients(q, k, v, do):
+    """(o, dq, dk, dv) of one row and head, by loops over positions, from the equation."""
+    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
+    o, dq, dk, dv = np.zeros_like(v), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    scale = q.shape[-1] ** -0.5
+    for i in range(len(q)):
+        x = k[: i + 1] @ q[i] * scale
+        w = 1 + x + x**2 / 2
+        a = w / w.sum()
+        o[i] = a @ v[: i + 1]
+        da = v[: i + 1] @ do[i]
+        dx = (da - a @ da) / w.sum() * (1 + x) * scale
+        dq[i] = dx @ k[: i + 1]
+        dk[: i + 1] += dx[:, None] * q[i]
+        dv[: i + 1] += a[:, None] * do[i]
+    return o, dq, dk, dv
+
+
+@pytest.fixture(
+    scope="module", params=[(b, d) for b in ("quadratic", "chunked") for d in TOLERANCE]
+)
+def compiled(request):
+    backend, dtype = request.param
+    form = chunked(16) if backend == "chunked" else bind(OP, Case(60, 1, 1, 16), backend)
+    return with_gradients(form), backend, dtype
+
+
+@pytest.mark.parametrize("scale", [1, 10, 100, 1000, "outlier"])
+def test_any_scale_against_float64(compiled, scale):
+    """x^2 at scale 1000 is 10^13. Where one key is far larger than the others, the features of the
+    recurrence cancel, and what is left of its error is stated in `taylor_recurrence`."""
+    run, backend, dtype = compiled
+    rng = np.random.default_rng(4)
+    q, k, v, do = (rng.normal(size=(60, 16)) for _ in range(4))
+    if scale == "outlier":
+        k[20] *= 1000
+    else:
+        q, k = scale * q, scale * k
+    q, k, v, do = (jnp.asarray(x[None, :, None], dtype) for x in (q, k, v, do))
+    got = run((q, k, v), do)
+    cancels = backend == "chunked" and scale == "outlier"
+    tolerance = 2e-3 if cancels and dtype == "float32" else TOLERANCE[dtype]
+    wanted = float64_gradients(*(x[0, :, 0] for x in (q, k, v, do)))
+    for g, w in zip(got, wanted, strict=True):
+        g = np.asarray(g[0, :, 0], np.float64)
+        assert np.all(np.isfinite(g))
+        assert np.abs(g - w).max() / np.abs(w).max() <= tolerance
+
+
+@pytest.mark.parametrize("backend", ["quadratic", "chunked"])
+def test_long_row_of_ones_stays_one(backend):
+    """Sums over 4,096 keys; the whole row is one document."""
+    rng = np.random.default_rng(5)
+    q, k = (jnp.asarray(rng.normal(size=(1, 4096, 1, 16)), jnp.float32) for _ in range(2))
+    o = jax.jit(bind(OP, SMALL, backend))(q, k, jnp.ones((1, 4096, 1, 4)))
+    assert np.abs(np.asarray(o) - 1).max() <= TOLERANCE["float32"]
+
+
+def test_chunked_memory_is_linear_in_length():
+    """At 16,384 positions one map would take 1 GiB; the recurrence keeps no states either."""
+    length, size = 16384, 16
+    array = jax.ShapeDtypeStruct((1, length, 1, size), jnp.float32)
+    run = with_gradients(bind(OP, Case(length, 1, 1, size), "chunked"))
+    compiled = run.lower((array,) * 3, array).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 32 * 4 * length * size
+
+
+def test_crossover_is_where_flops_meet():
+    assert kernels.crossover(8, 8, 64, 64) == 4358
+    assert kernels.crossover(8, 8, 128, 128) == 16902
+    assert kernels.crossover(8, 2, 64, 64) < 4358  # the state is written once a group
+    below, above = (kernels.taylor_flops(n, 8, 8, 64) for n in (4357, 4358))
+    assert below == 4 * 4357**2 * 8 * 64 and above == 2 * 4358 * 2145 * 65 * 16
+
+
+@pytest.mark.parametrize("beyond, form", [(0, "chunked"), (-1, "quadratic")])
+def test_auto_takes_the_form_of_fewer_flops(beyond, form):
+    start = kernels.crossover(1, 1, 16, 16)
+    case = Case(start + beyond, 1, 1, 16)
+    arrays, _ = inputs(OP, case)
+    auto, named, other = (
+        str(jax.make_jaxpr(bind(OP, case, backend))(*arrays))
+        for backend in ("auto", form, {"chunked": "quadratic", "quadratic": "chunked"}[form])
+    )
+    assert auto == named != other
