@@ -29,7 +29,7 @@ def assert_close(actual, expected, tolerance=FLOAT32_TOLERANCE, least_scale=1e-3
 
 
 def assert_grads_close(actual, expected):
-    """Leaf by leaf. A gradient that is 0 but for rounding is measured by the largest leaf's size."""
+    """Leaf by leaf; one that is 0 but for rounding is measured by the largest leaf's size."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda a, b: assert_close(a, b, least_scale=1e-2 * largest), actual, expected)
 
