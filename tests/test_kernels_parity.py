@@ -103,8 +103,7 @@ def test_trace_for_accelerators_equals_reference(op, backend, monkeypatch):
 @pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] in ("xla", "quadratic")])
 def test_long_rows_are_scanned_in_blocks(op, backend, monkeypatch):
     """Past 2048 positions a span takes several blocks and a ragged rest; here with blocks of 4."""
-    monkeypatch.setattr(quadratic, "MIN_ROWS", 4)
-    monkeypatch.setattr(quadratic, "MAX_ROWS", 4)
+    monkeypatch.setattr(quadratic, "ROWS", {100: 4})
     monkeypatch.setattr(quadratic, "MAX_SPANS", 2)
     monkeypatch.setattr(quadratic, "CPU_SCORE_BYTES", 1)
     assert [s.stop - s.start > s.rows for s in quadratic.spans(45)] == [True, True, False]

@@ -28,7 +28,7 @@ def _forward(scores_RTS, mask):
 def _backward(scores_SRT, mask, statistics):
     """The peak and the sum stay apart: their log-sum-exp would lose the sum beside a large peak."""
     peak_1RT, sum_1RT = statistics
-    p_SRT = jnp.where(mask, jnp.exp(scores_SRT - peak_1RT), 0.0) / sum_1RT
+    p_SRT = jnp.where(mask, jnp.exp(scores_SRT - peak_1RT), 0.0) * (1 / sum_1RT)
     return p_SRT, p_SRT
 
 

@@ -10,8 +10,8 @@ o_i = sum_{j<=i} decay(j, i) p_j v_j, and backwards G_j = sum_{i>=j} decay(j, i)
 dv_j = p_j G_j and ds_j = p_j (v_j.G_j - E_j), E_j being the same sum over do_i.o_i.
 
 `scan` makes both sums by an associative scan over neighbours' decays. `blocked` sums inside blocks
-of `BLOCK` positions and hands the sums at the blocks' ends to itself, a problem `BLOCK` times
-shorter: it reads the values twice and writes the output once, about the least that memory allows.
+of `BLOCK` positions and carries only the sums at their ends across: it reads the values twice and
+writes the output once, about the least that memory allows.
 
 Axes: B batch, T time, H heads, G value groups, W value size, N blocks, I and J positions of a block
 (J the earlier one).
