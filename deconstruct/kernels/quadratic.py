@@ -4,9 +4,9 @@ A block of rows is scored against the keys up to its own end, so most of the hal
 is never computed, and only blocks of scores exist. The backward scores a block again instead of
 keeping it. How scores become weights is a `Rule`.
 
-On CPU the rows of the batch and their groups are walked in parts, as many as keep a part's scores in
-the cache. The backward keeps its scores transposed, keys first, so that only one of its five matrix
-products reads them across their rows.
+On CPU the rows of the batch and their groups are walked in parts, as many as keep a part's scores
+in the cache. The backward keeps its scores transposed, keys first, so that only one of its five
+matrix products reads them across their rows.
 
 Axes: B batch, T query time, S key time, H heads, G key/value groups, R heads of a group, K key
 size, W value size, C one or more columns. B and G lead every array inside, or one axis of both
