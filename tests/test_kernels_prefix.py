@@ -34,6 +34,7 @@ def scores(kind):
         "large": 1e4 * np.tanh(s),
         "all at the bound": 1e4 * np.sign(s),
         "rising late": np.where(np.arange(T)[:, None] == T - 3, 1e4, s),
+        "rising": np.linspace(-1e4, 1e4, T)[:, None] + s,
         "falling": np.linspace(1e4, -1e4, T)[:, None] + s,
         "small steps far out": 1e4 + s,
         "scale 1": s,
@@ -44,7 +45,7 @@ def scores(kind):
 
 
 KINDS = (
-    "large", "all at the bound", "rising late", "falling", "small steps far out",
+    "large", "all at the bound", "rising late", "rising", "falling", "small steps far out",
     "scale 1", "scale 10", "scale 100", "scale 1000",
 )  # fmt: skip
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Case, assert_near, bind, inputs, with_gradients
+from kernel_cases import Case, assert_near, bind, inputs, segments, with_gradients
 
 from deconstruct import kernels
 from deconstruct.kernels import taylor, taylor_recurrence
+from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 
 OP = "taylor_attention"
@@ -50,6 +51,20 @@ def results():
 def test_all_pairs_of_forms_agree(first, second, results):
     """The step's gradient is JAX's own, the chunks' and the quadratic form's are ours."""
     assert_near(results[first], results[second], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("size", [7, 16])
+def test_documents_that_end_in_any_chunk(size):
+    """Documents within a chunk, over several, and that begin or end where a chunk does."""
+    case = Case(50, 4, 2, 16, documents=(3, 4, 7, 2, 20, 1, 13))
+    arrays, do = inputs(OP, case)
+    runs = document_runs(segments(case))
+
+    def form(q, k, v):
+        return taylor_recurrence.chunked(q, k, v, runs, chunk_length=size)
+
+    reference = with_gradients(bind(OP, case, "reference"))(arrays, do)
+    assert_near(with_gradients(form)(arrays, do), reference, TOLERANCE["float32"])
 
 
 def test_forms_are_different_programs():
