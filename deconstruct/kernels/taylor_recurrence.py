@@ -29,7 +29,7 @@ import numpy as np
 from deconstruct.kernels.precision import product
 from deconstruct.kernels.quadratic import walk_parts, walks
 
-CHUNK = 256
+CHUNK = 512
 
 
 class TaylorState(NamedTuple):
