@@ -91,7 +91,7 @@ def test_trace_for_accelerators_equals_reference(op, backend, monkeypatch):
     """There a form works on the whole batch at once; a CPU, which walks it, can run that too."""
     documents = (8, 33)
     if op == "prefix_softmax":
-        documents = (128, 1, 70)  # its blocks are longer there
+        documents = (128, 1, 391)  # its blocks hold 128 positions there
     case = Case(sum(documents), 2, 2, 16, documents=documents if takes_documents(op) else None)
     arrays, do = inputs(op, case)
     monkeypatch.setattr(quadratic, "CPU_SCORE_BYTES", 1)
