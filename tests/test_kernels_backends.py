@@ -111,11 +111,3 @@ def test_spans_cover_the_rows_once_and_few_are_unrolled(length):
     for span, after in itertools.pairwise(spans):
         assert span.stop == after.start
     assert all((s.stop - s.start) % s.rows == 0 and s.rows <= 256 for s in spans)
-
-
-def test_parts_bound_the_scores_on_a_cpu_only():
-    """256 rows and groups of 64 x 256 scores make 16 MB; half of it may live at once."""
-    q, k = jnp.zeros((32, 256, 8, 4)), jnp.zeros((32, 256, 8, 4))
-    assert quadratic.num_parts(q, k) == 2
-    with kernels.target_platform("tpu"):
-        assert quadratic.num_parts(q, k) == 1

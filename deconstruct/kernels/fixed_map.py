@@ -79,7 +79,7 @@ def _per_shard(function: Callable, axes: tuple[str, ...], in_specs, out_specs) -
 def _forward(q_THK, k_TGK, v_BTGW):
     """(o_BTHW, the softmax's statistics of each head's rows)."""
     inputs = _inputs(q_THK, k_TGK, v_BTGW)
-    o_1GRTC, statistics = quadratic.forward(SOFTMAX, _num_parts(q_THK, k_TGK), inputs)
+    o_1GRTC, statistics = quadratic.forward(SOFTMAX, inputs)
     o_1THC = quadratic.unlead_heads(o_1GRTC)
     o_THBW = o_1THC.reshape(*q_THK.shape[:2], v_BTGW.shape[0], -1)
     return jnp.moveaxis(o_THBW, 2, 0), statistics
@@ -92,7 +92,6 @@ def _backward(axes, q_THK, k_TGK, v_BTGW, o_BTHW, statistics, do_BTHW):
     delta_1TH1 = jnp.sum(products_BTHW, axis=(0, 3))[None, :, :, None]
     dq, dk, dv = quadratic.backward(
         SOFTMAX,
-        _num_parts(q_THK, k_TGK),
         _inputs(q_THK, k_TGK, v_BTGW),
         quadratic.lead_heads(_fold(do_BTHW), groups),
         quadratic.lead_heads(delta_1TH1, groups),
@@ -102,10 +101,6 @@ def _backward(axes, q_THK, k_TGK, v_BTGW, o_BTHW, statistics, do_BTHW):
     dq_THK, dk_TGK = quadratic.unlead_heads(dq)[0], jnp.swapaxes(dk, 1, 2)[0]
     dq_THK, dk_TGK = jax.lax.psum((dq_THK, dk_TGK), axes)
     return dq_THK, dk_TGK, jnp.moveaxis(dv_TGBW, 2, 0)
-
-
-def _num_parts(q_THK, k_TGK) -> int:
-    return quadratic.num_parts(q_THK[None], k_TGK[None])
 
 
 def _inputs(q_THK, k_TGK, v_BTGW) -> quadratic.Inputs:

@@ -4,13 +4,11 @@ A block of rows is scored against the keys up to its own end, so most of the hal
 is never computed, and only blocks of scores exist. The backward scores a block again instead of
 keeping it. How scores become weights is a `Rule`.
 
-On CPU the rows of the batch and their groups are walked in parts, as many as keep a part's scores
-in the cache. The backward keeps its scores transposed, keys first, so that only one of its five
-matrix products reads them across their rows.
+The backward keeps its scores transposed, keys first, so that only one of its five matrix products
+reads them across their rows.
 
 Axes: B batch, T query time, S key time, H heads, G key/value groups, R heads of a group, K key
-size, W value size, C one or more columns. B and G lead every array inside, or one axis of both
-when they are walked in parts; names leave them out.
+size, W value size, C one or more columns. B and G lead every array inside; names leave them out.
 """
 
 import functools
@@ -21,8 +19,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from deconstruct import sharding
-from deconstruct.kernels import backends
 from deconstruct.kernels.precision import product
 
 # Rows of a block of scores by the length up to which it is used, and beyond. Short blocks skip
@@ -31,10 +27,6 @@ from deconstruct.kernels.precision import product
 ROWS = {256: 64, 1024: 128}
 ROWS_BEYOND = 256
 MAX_SPANS = 8
-
-# Bytes of scores that a part may hold on CPU. Half a megabyte takes 25% longer at 4 x 512 positions
-# and 8 heads of 64; no parts at all, 3% longer at 2 x 2048.
-CPU_SCORE_BYTES = 2**23
 
 
 class Rule(NamedTuple):
@@ -82,86 +74,55 @@ def attend(
       q_BTHK, k_BTGK, v_BTGW: queries, keys and values; G divides H.
       runs_BT: the number of each position's document, or None.
     """
-    return _attend(rule, num_parts(q_BTHK, k_BTGK), q_BTHK, k_BTGK, v_BTGW, runs_BT)
+    return _attend(rule, q_BTHK, k_BTGK, v_BTGW, runs_BT)
 
 
-def num_parts(q_BTHK: jax.Array, k_BTGK: jax.Array) -> int:
-    """In how many parts the batch and its groups are walked; 1 is all at once."""
-    if not walks():
-        return 1
-    batch, length, heads, _ = q_BTHK.shape
-    units = batch * k_BTGK.shape[2]
-    bytes_of_unit = 4 * heads // k_BTGK.shape[2] * length * max(s.rows for s in spans(length))
-    fit = max(1, CPU_SCORE_BYTES // bytes_of_unit)
-    return units // max(n for n in range(1, units + 1) if units % n == 0 and n <= fit)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    return _attend_forward(rule, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
 
 
-def walks() -> bool:
-    """Whether to walk the batch in parts: on one CPU device, for its caches' sake.
-
-    Under a mesh a walk would gather what lies on the devices.
-    """
-    return backends.platform() == "cpu" and sharding.active_mesh() is None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(rule, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _attend_forward(rule, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
-
-
-def _attend_forward(rule, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def _attend_forward(rule, q_BTHK, k_BTGK, v_BTGW, runs_BT):
     runs = None if runs_BT is None else runs_BT[:, None, :, None]
     inputs = Inputs(
         lead_heads(q_BTHK, k_BTGK.shape[2]), lead_groups(k_BTGK), lead_groups(v_BTGW), runs
     )
-    o_RTW, statistics = forward(rule, parts, inputs)
+    o_RTW, statistics = forward(rule, inputs)
     o_BTHW = unlead_heads(o_RTW)
     return o_BTHW, (inputs, o_BTHW, statistics)
 
 
-def _attend_backward(rule, parts, residuals, do_BTHW):
+def _attend_backward(rule, residuals, do_BTHW):
     inputs, o_BTHW, statistics = residuals
     groups = inputs.k_SK.shape[1]
     products_BTHW = do_BTHW.astype(jnp.float32) * o_BTHW.astype(jnp.float32)
     delta = lead_heads(jnp.sum(products_BTHW, axis=-1, keepdims=True), groups)
-    do = lead_heads(do_BTHW, groups)
-    dq, dk, dv = backward(rule, parts, inputs, do, delta, statistics)
+    dq, dk, dv = backward(rule, inputs, lead_heads(do_BTHW, groups), delta, statistics)
     return unlead_heads(dq), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(rule: Rule, parts: int, inputs: Inputs):
+def forward(rule: Rule, inputs: Inputs):
     """(o_RTW in v's dtype, statistics of the rows)."""
-
-    def part(inputs):
-        length = inputs.k_SK.shape[-2]
-        spanned = [_forward_span(rule, span, inputs) for span in spans(length)]
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *spanned)
-
-    return walk_parts(part, parts, inputs.k_SK.shape[:2], inputs)
+    spanned = [_forward_span(rule, span, inputs) for span in spans(inputs.k_SK.shape[-2])]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *spanned)
 
 
-def backward(rule: Rule, parts: int, inputs: Inputs, do_RTW, delta_RT1, statistics):
+def backward(rule: Rule, inputs: Inputs, do_RTW, delta_RT1, statistics):
     """(dq_RTK, dk_SK, dv_SW), each in its input's dtype; delta is the row's sum of do * o."""
-
-    def part(given):
-        inputs, do, delta, statistics = given
-        dk = jnp.zeros(inputs.k_SK.shape, jnp.float32)
-        dv = jnp.zeros(inputs.v_SW.shape, jnp.float32)
-        queries = []
-        for span in spans(inputs.k_SK.shape[-2]):
-            rows = (inputs.q_RTK, inputs.runs_S1, do, delta, statistics)
-            dq, dk_part, dv_part = _backward_span(rule, span, inputs, rows)
-            queries.append(dq)
-            dk = dk.at[..., : span.stop, :].add(dk_part)
-            dv = dv.at[..., : span.stop, :].add(dv_part)
-        dq = jnp.concatenate(queries, axis=-2)
-        return dq, dk.astype(inputs.k_SK.dtype), dv.astype(inputs.v_SW.dtype)
-
-    given = (inputs, do_RTW, delta_RT1, statistics)
-    return walk_parts(part, parts, inputs.k_SK.shape[:2], given)
+    dk = jnp.zeros(inputs.k_SK.shape, jnp.float32)
+    dv = jnp.zeros(inputs.v_SW.shape, jnp.float32)
+    queries = []
+    for span in spans(inputs.k_SK.shape[-2]):
+        rows = (inputs.q_RTK, inputs.runs_S1, do_RTW, delta_RT1, statistics)
+        dq, dk_part, dv_part = _backward_span(rule, span, inputs, rows)
+        queries.append(dq)
+        dk = dk.at[..., : span.stop, :].add(dk_part)
+        dv = dv.at[..., : span.stop, :].add(dv_part)
+    dq = jnp.concatenate(queries, axis=-2)
+    return dq, dk.astype(inputs.k_SK.dtype), dv.astype(inputs.v_SW.dtype)
 
 
 def spans(length: int) -> tuple[Span, ...]:
@@ -252,19 +213,6 @@ def _walk_rows(block: Callable, span: Span, carry, rows):
     offsets = span.start + span.rows * jnp.arange(count)
     carry, out = jax.lax.scan(block, carry, (offsets, jax.tree.map(split, taken)))
     return carry, jax.tree.map(join, out)
-
-
-def walk_parts(part: Callable, parts: int, lead: tuple[int, int], arrays):
-    """`part` over the two leading axes of size `lead`, in `parts` steps with one axis for both."""
-    if parts == 1:
-        return part(arrays)
-
-    def split(x):
-        x = jnp.broadcast_to(x, (*lead, *x.shape[2:]))
-        return x.reshape(parts, math.prod(lead) // parts, *x.shape[2:])
-
-    out = jax.lax.map(part, jax.tree.map(split, arrays))
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[2:]), out)
 
 
 def lead_heads(x_BTHC: jax.Array, groups: int) -> jax.Array:

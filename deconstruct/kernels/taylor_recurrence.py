@@ -16,18 +16,20 @@ weight is about 1e-7 |q|^2 |k|^2 / K, against 1e-7 |x| of the quadratic form.
 
 Axes: B batch, T time, H heads, G key/value groups, R heads of a group, K key size, W value size,
 X = W + 1 columns (values and a one), F features, S keys of a chunk, Q = R * S queries of a chunk.
-B and G lead every array inside, or one axis of both; names leave them out.
+B and G lead every array inside, or nothing does (see `_walk`); names leave them out.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deconstruct import sharding
+from deconstruct.kernels import backends
 from deconstruct.kernels.precision import product
-from deconstruct.kernels.quadratic import walk_parts, walks
 
 CHUNK = 512
 
@@ -96,36 +98,32 @@ def taylor_step(
 
 def chunked(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunk_length: int = CHUNK) -> jax.Array:
     """o_BTHW by the recurrence over chunks of `chunk_length` positions (padded to whole ones)."""
-    parts = k_BTGK.shape[0] * k_BTGK.shape[2] if walks() else 1
-    size = min(chunk_length, k_BTGK.shape[1])
-    return _chunked(size, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT)
+    return _chunked(min(chunk_length, k_BTGK.shape[1]), q_BTHK, k_BTGK, v_BTGW, runs_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(size, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _chunked_forward(size, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(size, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    return _chunked_forward(size, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
 
 
-def _chunked_forward(size, parts, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def _chunked_forward(size, q_BTHK, k_BTGK, v_BTGW, runs_BT):
     inputs = _lead(size, q_BTHK, k_BTGK, v_BTGW, runs_BT)
-    forward = functools.partial(_forward, size)
-    o_WRT, sum_1RT = walk_parts(forward, parts, inputs.k_KT.shape[:2], inputs)
+    o_WRT, sum_1RT = _walk(functools.partial(_forward, size), inputs)
     length = k_BTGK.shape[1]
     o_BTHW = _unlead_heads(o_WRT, length).astype(v_BTGW.dtype)
     sum_BTH1 = _unlead_heads(sum_1RT, length)
     return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BTH1)
 
 
-def _chunked_backward(size, parts, residuals, do_BTHW):
+def _chunked_backward(size, residuals, do_BTHW):
     q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BTH1 = residuals
     inputs = _lead(size, q_BTHK, k_BTGK, v_BTGW, runs_BT)
     do_BTHW = do_BTHW.astype(jnp.float32) / sum_BTH1
     delta_BTH1 = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1, keepdims=True)
     d_BTHX = jnp.concatenate([do_BTHW, -delta_BTH1], axis=-1)
     d_XRT = _lead_heads(size, d_BTHX, k_BTGK.shape[2])
-    backward = functools.partial(_backward, size)
-    lead, (length, _, key_size) = inputs.k_KT.shape[:2], k_BTGK.shape[1:]
-    dq_KRT, dk_KT, dv_XT = walk_parts(backward, parts, lead, (inputs, d_XRT))
+    length, _, key_size = k_BTGK.shape[1:]
+    dq_KRT, dk_KT, dv_XT = _walk(functools.partial(_backward, size), (inputs, d_XRT))
     scale = key_size**-0.25
     dq_BTHK = _unlead_heads(dq_KRT * scale, length)
     dk_BTGK = jnp.moveaxis(dk_KT * scale, -1, 1)[:, :length]
@@ -141,8 +139,20 @@ def _chunked_backward(size, parts, residuals, do_BTHW):
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
+def _walk(function: Callable, arrays):
+    """`function` of arrays led by B and G; on one CPU device row by row of both, for its caches.
+
+    Under a mesh a walk would gather what lies on the devices.
+    """
+    if backends.platform() != "cpu" or sharding.active_mesh() is not None:
+        return function(arrays)
+    lead = jax.tree.leaves(arrays)[0].shape[:2]
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), jax.lax.map(function, rows))
+
+
 def _forward(size: int, inputs: Inputs):
-    """(o_WRT, the sum of weights 1RT) of one part, float32."""
+    """(o_WRT, the sum of weights 1RT), float32."""
 
     def step(sums_XF, chunk):
         x_SQ, mask_SQ = _scores(chunk)
@@ -158,7 +168,7 @@ def _forward(size: int, inputs: Inputs):
 
 
 def _backward(size: int, given):
-    """(dq_KRT, dk_KT, dv_XT) of one part, before the scale K^(-1/4); d is of the sums XRT."""
+    """(dq_KRT, dk_KT, dv_XT) before the scale K^(-1/4); d is of the sums XRT."""
     inputs, d_XRT = given
     chunks = _chunks(size, inputs)
     d_XQ = _split_queries(d_XRT, size)
