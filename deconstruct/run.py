@@ -127,8 +127,9 @@ class Loop:
                 state, fetched_later = train_step(state, batch)
                 self.catch_up()
                 self.pending = (number, fetched_later)
-                self.act(number, state, batch, stopped)
-                if stopped:
+                stop = bool(stopped)  # once, for a signal may come at any moment
+                self.act(number, state, batch, stop)
+                if stop:
                     raise ValueError(
                         f"stopped by SIGTERM after step {number}, which is saved: run the same "
                         "command again to go on"
@@ -158,14 +159,14 @@ class Loop:
             f"{self.setup.dataset.num_rows('train'):,} rows in the training split"
         )
 
-    def act(self, number: int, state: TrainState, batch, stopped: list) -> None:
-        """What is due after step `number` beside its log line."""
+    def act(self, number: int, state: TrainState, batch, stop: bool) -> None:
+        """What is due after step `number` beside its log line; a save if the run is to stop."""
 
         def due(every: int | None) -> bool:
             return every is not None and (number % every == 0 or number == self.config.num_steps)
 
         validate, diagnose = due(self.config.validate_every), due(self.config.log.diagnose_every)
-        save = due(self.config.checkpoint_every) or bool(stopped)
+        save = due(self.config.checkpoint_every) or stop
         if not (validate or diagnose or save):
             self.saved.check()
             return

@@ -84,6 +84,7 @@ def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> R
     dataset.check_vocabulary(spec.vocab_size)
     program = make_program(config, spec, devices[0].platform)
     mesh = make_mesh(config, spec, devices)
+    step.check_mesh(program, mesh)
     text_ids = fixed_text(config, dataset) if "fixed_seq_qk" in decoder.stream_names(spec) else None
     return Run(config, folder, dataset, program, mesh, text_ids)
 

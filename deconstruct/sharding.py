@@ -96,6 +96,25 @@ def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
     return nn.logical_to_mesh_sharding(specs, mesh, RULES)
 
 
+def check_params(boxed_params: Any, mesh: Mesh) -> None:
+    """Refuses parameters with an axis that does not divide over its mesh axis.
+
+    Raises:
+      ValueError: naming the parameter, the mesh axis and the nearest sizes that fit.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(boxed_params, is_leaf=_is_boxed):
+        if not _is_boxed(leaf):
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        for size, logical in zip(leaf.value.shape, leaf.names, strict=True):
+            if logical is not None:
+                check_sizes(mesh, {f"{logical} of {name}": (size, logical)})
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.Partitioned)
+
+
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """A host's rows (a tree of NumPy arrays) as global arrays over the batch axes."""
     sharding = batch_sharding(mesh)
@@ -118,7 +137,7 @@ def check_sizes(mesh: Mesh, sizes: Mapping[str, tuple[int, str]]) -> None:
             parts, axis = batch_shards(mesh), "data x fsdp"
         else:
             axis = rules[logical]
-            parts = mesh.shape[axis]
+            parts = 1 if axis is None else mesh.shape[axis]
         if size % parts:
             below, above = size // parts * parts, -(-size // parts) * parts
             nearest = f"{below} or {above}" if below else f"{above}"

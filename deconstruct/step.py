@@ -99,6 +99,16 @@ def state_shardings(program: Program, mesh: Mesh, abstract: TrainState) -> Train
     return TrainState(step=whole, skipped=whole, params=params, opt_state=opt_state, fixed=fixed)
 
 
+def check_mesh(program: Program, mesh: Mesh) -> None:
+    """Refuses a mesh over which a parameter does not divide.
+
+    Raises:
+      ValueError: naming the parameter and the nearest sizes that fit.
+    """
+    shapes = jax.eval_shape(functools.partial(_init_params, program), jax.random.key(0))
+    sharding.check_params(shapes, mesh)
+
+
 def abstract_state(program: Program, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is computed."""
     text_ids = jnp.zeros((program.spec.max_len,), jnp.int32)

@@ -1,6 +1,7 @@
 """Whole runs: resume bit for bit, kills, refusals, non-finite steps, the command line."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -224,6 +225,34 @@ def test_sigterm_saves_and_ends_non_zero(config_file, tmp_path):
     assert process.returncode == 1
     assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
     assert checkpoint.restore_weights(workdir).metadata.step >= 5
+
+
+def test_a_stop_is_saved_whenever_the_signal_comes(config_file, tmp_path, monkeypatch):
+    """Here just after the loop has seen that nothing is due at step 5."""
+    check = checkpoint.Checkpointer.check
+
+    def signalled(saved):
+        os.kill(os.getpid(), signal.SIGTERM)
+        check(saved)
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "check", signalled)
+    config = tiny_run.load_config(config_file, checkpoint_every=100, validate_every=100)
+    with pytest.raises(ValueError, match="stopped by SIGTERM after step 2, which is saved"):
+        run.train(config, str(tmp_path / "run"))
+    assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 2
+
+
+def test_a_width_that_the_mesh_does_not_divide_is_refused_by_name(config_file, tmp_path):
+    """S1: also one that only a mixer's options know."""
+    command = tiny_run.command(
+        f"{config_file}:mlp[width=33],uniform", tmp_path / "run", "--config.mesh.tensor=2"
+    )
+    done = tiny_run.run_command(command, num_devices=2)
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert "feed_forward of layer_01.mixer.down.kernel" in message
+    assert "=33 does not divide over mesh axis tensor of size 2" in message
+    assert "nearest sizes that do: 32 or 34" in message
 
 
 def test_a_vocabulary_too_small_is_refused_before_compiling(config_file, tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -315,18 +315,20 @@ def _attempt(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
 
 
 @jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
+def _finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Which leaves are finite, as one program: several at once may block each other on a mesh."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
 def _require_finite(step: int, items: Mapping[str, Any]) -> None:
     """Refuses NaN and infinity, so that no stored step can poison a resumed run."""
-    verdicts = {
-        jax.tree_util.keystr(path, simple=True, separator="."): _is_finite(leaf)
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(items)
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    bad = [name for name, finite in jax.device_get(verdicts).items() if not finite]
+    verdicts = zip(leaves, jax.device_get(_finite(list(leaves.values()))), strict=True)
+    bad = [name for name, finite in verdicts if not finite]
     if bad:
         raise ValueError(f"step {step} holds NaN or infinity and is not stored: {listed(bad)}")
 
