@@ -1,28 +1,23 @@
 """The model as functions of (spec, params): embedding, blocks, final norm, logits.
 
-Parameters come in two layouts. Per layer (`layer_01`, `layer_02`, ...): how they are initialised,
-stored in checkpoints and read by tools. By segment (`segment_00`, ...): the leaves of layers that
-repeat stacked on a leading axis, so that a scan compiles one repeat of the plan. `stack_layers`
-and `unstack_layers` are the one way between them, and every function here takes either.
+Every function takes parameters in either of the layouts of `layouts.py`, per layer or by segment.
 
 Axes: B batch, T time, D model, V vocabulary, L stream length, R stream rows (one a kind).
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from deconstruct import sharding
+from deconstruct import layouts, sharding
 from deconstruct import spec as spec_lib
 from deconstruct.layers import GatedFeedForward, RMSNorm, Table
+from deconstruct.layouts import Params
 from deconstruct.mixers import MIXERS, Mixer, MixerContext, options_of
-from deconstruct.spec import LayerSpec, ModelSpec, Segment
-
-Params = Mapping[str, Any]
+from deconstruct.spec import LayerSpec, ModelSpec
 
 REMAT_POLICIES = {
     "none": None,
@@ -150,66 +145,6 @@ def init_fixed(spec: ModelSpec, text_ids=None) -> dict[str, jax.Array]:
     return starts
 
 
-def segment_name(index: int) -> str:
-    return f"segment_{index:02d}"
-
-
-def _unit_layers(spec: ModelSpec, segment: Segment, position: int) -> list[LayerSpec]:
-    """The layers that share one traced body: the same place in each repeat of the segment."""
-    end = segment.start + segment.unit_len * segment.repeats
-    return list(spec.layers[segment.start + position : end : segment.unit_len])
-
-
-def stack_layers(spec: ModelSpec, params: Params) -> Params:
-    """Per-layer to segments. Leaves of repeated layers gain a leading axis named "layers"."""
-    stacked = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    for index, segment in enumerate(spec_lib.segments(spec)):
-        if segment.repeats == 1:
-            for layer in spec.layers[segment.start : segment.start + segment.unit_len]:
-                stacked[layer.name] = params[layer.name]
-            continue
-        blocks = stacked[segment_name(index)] = {}
-        for position in range(segment.unit_len):
-            alike = [params[layer.name] for layer in _unit_layers(spec, segment, position)]
-            stack = jax.tree.map(_stack_leaves, *alike, is_leaf=_is_box)
-            blocks[f"block_{position:02d}"] = stack
-    return stacked
-
-
-def unstack_layers(spec: ModelSpec, params: Params) -> Params:
-    """The inverse of `stack_layers`; per-layer parameters pass unchanged."""
-    flat = {name: value for name, value in params.items() if not name.startswith("segment_")}
-    for index, segment in enumerate(spec_lib.segments(spec)):
-        if segment_name(index) not in params:
-            continue
-        for position in range(segment.unit_len):
-            stacked = params[segment_name(index)][f"block_{position:02d}"]
-            for repeat, layer in enumerate(_unit_layers(spec, segment, position)):
-                flat[layer.name] = jax.tree.map(
-                    lambda leaf, repeat=repeat: _unstack_leaf(leaf, repeat),
-                    stacked,
-                    is_leaf=_is_box,
-                )
-    return flat
-
-
-def _is_box(leaf) -> bool:
-    return isinstance(leaf, nn.meta.AxisMetadata)
-
-
-def _stack_leaves(*leaves):
-    if _is_box(leaves[0]):
-        values = jnp.stack([leaf.unbox() for leaf in leaves])
-        return leaves[0].replace(value=values, names=("layers", *leaves[0].names))
-    return jnp.stack(leaves)
-
-
-def _unstack_leaf(leaf, repeat: int):
-    if _is_box(leaf):
-        return leaf.replace(value=leaf.unbox()[repeat], names=leaf.names[1:])
-    return leaf[repeat]
-
-
 def stream_names(spec: ModelSpec) -> list[str]:
     """The fixed streams that the plan reads, in the order of their rows."""
     return sorted({_mixer(layer).stream for layer in spec.layers if _mixer(layer).stream})
@@ -296,7 +231,7 @@ def _run_layers(spec: ModelSpec, params: Params, x, per_layer: Params, step):
     """
     collected = {}
     for index, segment in enumerate(spec_lib.segments(spec)):
-        name = segment_name(index)
+        name = layouts.segment_name(index)
         unit = spec.layers[segment.start : segment.start + segment.unit_len]
         if name in params:
             x, outs = _scan_segment(unit, params[name], x, per_layer.get(name, {}), step)
@@ -318,7 +253,7 @@ def _scan_segment(unit, stacked_params, x, per_layer, step):
         params, extra = slices
         outs = {}
         for position, layer in enumerate(unit):
-            name = f"block_{position:02d}"
+            name = layouts.block_name(position)
             x, out = step(x, layer, params[name], extra.get(name), True)
             if out is not None:
                 outs[name] = out
@@ -396,7 +331,7 @@ def each_layer(spec, params, fixed, tokens_BT, methods, *, compute: Compute = Co
     Documents are not isolated. `methods` are methods of the mixer such as "scores" and
     "attention_map". A generator, so that the large maps of one layer can go before the next.
     """
-    params = unstack_layers(spec, params)
+    params = layouts.unstack_layers(spec, params)
     length = tokens_BT.shape[1]
     stream_states = streams(spec, params, fixed, length, compute)
     embeddings_BTD = x_BTD = _embedder(spec, params, compute)(tokens_BT)
@@ -414,7 +349,7 @@ def each_layer(spec, params, fixed, tokens_BT, methods, *, compute: Compute = Co
 
 def init_cache(spec, params, fixed, batch_size: int, length: int, *, compute: Compute = Compute()):
     """An empty cache for `length` tokens a row: layer name -> its mixer's own cache."""
-    params = unstack_layers(spec, params)
+    params = layouts.unstack_layers(spec, params)
     stream_states = streams(spec, params, fixed, length, compute)
     cache = {}
     for layer in spec.layers:
@@ -432,7 +367,7 @@ def decode_step(spec, params, cache, tokens_B, positions_B, *, compute: Compute 
     Rows may stand at different positions; each position must be the number of tokens that the
     row's cache has seen.
     """
-    params = unstack_layers(spec, params)
+    params = layouts.unstack_layers(spec, params)
     embeddings_B1D = x_B1D = _embedder(spec, params, compute)(tokens_B[:, None])
     cache = dict(cache)
     for layer in spec.layers:

@@ -7,7 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from deconstruct import checkpoint, decoder, step
+from deconstruct import checkpoint, layouts, step
 from deconstruct import config as config_lib
 from deconstruct.setup import Run
 from deconstruct.step import TrainState
@@ -90,7 +90,7 @@ def _map_params(function, tree):
 
 def stored_form(program: step.Program, state: TrainState):
     """(weights, optimizer) as checkpoints hold them: always per layer."""
-    unstack = functools.partial(decoder.unstack_layers, program.spec)
+    unstack = functools.partial(layouts.unstack_layers, program.spec)
     weights = {"params": state.params, "fixed": state.fixed}
     optimizer = {"state": state.opt_state, "skipped": state.skipped}
     if not program.scan_layers:
@@ -103,7 +103,7 @@ def stored_form(program: step.Program, state: TrainState):
 def _memory_form(program: step.Program, found: checkpoint.Restored, mesh) -> TrainState:
     """The inverse of `stored_form`, placed as the step wants it."""
     abstract = step.abstract_state(program, mesh)
-    stack = functools.partial(decoder.stack_layers, program.spec)
+    stack = functools.partial(layouts.stack_layers, program.spec)
 
     def build(weights, optimizer):
         if program.scan_layers:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from deconstruct import decoder, mixers, objective, optim, sharding
+from deconstruct import decoder, layouts, mixers, objective, optim, sharding
 from deconstruct.data.packing import Batch
 from deconstruct.decoder import Compute
 from deconstruct.mixers.base import visible
@@ -68,7 +68,7 @@ class Program:
 
 def _init_params(program: Program, key: jax.Array):
     params = decoder.init(program.spec, key)
-    return decoder.stack_layers(program.spec, params) if program.scan_layers else params
+    return layouts.stack_layers(program.spec, params) if program.scan_layers else params
 
 
 def new_state(program: Program, seed: int, text_ids=None) -> TrainState:
@@ -240,7 +240,7 @@ def _hidden(program: Program, params, fixed, batch: Batch, stream_states=None):
 
 def _layer_norms(spec: ModelSpec, grads) -> jax.Array:
     """Gradient norm of each layer, (layers,), in order."""
-    layers = decoder.unstack_layers(spec, grads)
+    layers = layouts.unstack_layers(spec, grads)
     return jnp.stack([optim.global_norm(layers[layer.name]) for layer in spec.layers])
 
 

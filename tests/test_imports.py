@@ -20,7 +20,8 @@ EDGES = {
     "layers": {"spec", "sharding"},
     "kernels": {"sharding", "spec"},
     "mixers": {"spec", "layers", "kernels", "sharding"},
-    "decoder": {"spec", "layers", "mixers", "sharding"},
+    "layouts": {"spec"},
+    "decoder": {"spec", "layers", "layouts", "mixers", "sharding"},
     "flops": {"spec", "mixers", "decoder"},
     "paper": {"config", "spec"},
     "objective": {"sharding"},
@@ -28,13 +29,15 @@ EDGES = {
     "data": {"tokenizer", "entry"},
     "checkpoint": set(),
     "metrics": set(),
-    "step": {"decoder", "objective", "optim", "sharding", "spec", "data", "mixers"},
+    "step": {
+        "data", "decoder", "layouts", "mixers", "objective", "optim", "sharding", "spec",
+    },
     "trained": {"checkpoint", "mixers", "spec", "tokenizer"},
     "generate": {"decoder", "entry", "trained"},
     "setup": {
         "checkpoint", "config", "data", "decoder", "mixers", "optim", "sharding", "spec", "step",
     },
-    "resume": {"checkpoint", "config", "decoder", "setup", "step"},
+    "resume": {"checkpoint", "config", "layouts", "setup", "step"},
     "run": {
         "checkpoint", "config", "data", "flops", "generate", "metrics", "objective", "resume",
         "setup", "sharding", "step", "tokenizer",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import make_fixed, make_inputs, make_mixer, make_params, make_spec, make_tokens
 
-from deconstruct import decoder
+from deconstruct import decoder, layouts
 from deconstruct.mixers import MIXERS, options_of
 
 # Largest difference, relative to the largest value, between two float32 evaluations of one
@@ -144,7 +144,7 @@ def test_scan_and_remat_change_nothing(name):
 
     run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected, expected_grads = run(params, decoder.Compute())
-    stacked = decoder.stack_layers(spec, params)
+    stacked = layouts.stack_layers(spec, params)
     assert "segment_00" in stacked
     for tree, compute in [
         (stacked, decoder.Compute()),
@@ -153,7 +153,7 @@ def test_scan_and_remat_change_nothing(name):
     ]:
         value, grads = run(tree, compute)
         assert_close(value, expected)
-        assert_grads_close(decoder.unstack_layers(spec, grads), dict(expected_grads))
+        assert_grads_close(layouts.unstack_layers(spec, grads), dict(expected_grads))
 
 
 @BY_NAME

@@ -14,7 +14,7 @@ import optax
 import pytest
 from models import make_documents, make_spec, make_tokens
 
-from deconstruct import decoder, objective, optim, sharding, step
+from deconstruct import decoder, layouts, objective, optim, sharding, step
 from deconstruct.config import OptimizerConfig
 from deconstruct.data.packing import Batch
 from deconstruct.mixers import MIXERS
@@ -114,7 +114,7 @@ def test_initial_values_do_not_depend_on_layout(mixer):
     expected = new_state(loop, 3).params
     stacked = new_state(scan, 3).params
     assert "segment_00" in stacked
-    actual = decoder.unstack_layers(loop.spec, stacked)
+    actual = layouts.unstack_layers(loop.spec, stacked)
     jax.tree.map(np.testing.assert_array_equal, dict(actual), dict(expected))
 
 
