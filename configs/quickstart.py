@@ -17,8 +17,8 @@ VOCAB_SIZE = 8192
 def get_config(argument="non_approximate,even"):
     config = config_lib.default()
     config.max_len = 256
-    config.batch_size = 8
-    config.num_steps = 250
+    config.batch_size = 4
+    config.num_steps = 500
     config.learning_rate = 2e-3
     config.checkpoint_every = config.validate_every = 100
     config.data.path = "data/wiki_leads"
