@@ -97,7 +97,8 @@ class PrintedCost:
     B batch, L length, d width, h heads, t tensor-parallel size. Matrix products only, without the
     output projection and without halving for causality; bytes in half precision. Some entries do
     not add up: an `mlp` of matched parameters takes 8BLd^2, only the values of the fixed-QK mixers
-    depend on B and their cache leaves out the stream's own values, and running sums need float32.
+    depend on B and their cache leaves out the stream's own values, running sums need float32, and
+    the second term of `approximate`'s activations can be read in more than one way.
 
     Attributes:
       time: order of one forward without a cache.
@@ -126,7 +127,7 @@ _FIXED_QK = PrintedCost(
     prefill_flops="2L^2d + 2BL^2d + 6BLd^2",
     decode_flops="2Ld + 2BLd + 6Bd^2",
     activation_bytes="4BLd/t + 8Ld/t + 2L^2h/t",
-    cache_bytes="2BLd + 2Ld",
+    cache_bytes="2(B+1)Ld",
 )
 PRINTED_COSTS = {
     "standard": _DOT_PRODUCT,
@@ -141,7 +142,7 @@ PRINTED_COSTS = {
         time="BLd^2",
         prefill_flops="14BLd^2",
         decode_flops="10Bd^2",
-        activation_bytes="11BLd/t + 3Bdh/t^2",
+        activation_bytes="11BLd/t + 3Bdht^-2",
         cache_bytes="6Bd + 4Bd^2/h",
     ),
     "non_approximate": PrintedCost(
@@ -156,17 +157,28 @@ PRINTED_COSTS = {
     "static_emb_qk": _DOT_PRODUCT,
 }
 
+# FLOPs of the mixers whose maps no input changes, with those maps precomputed; the first term of
+# the prefill lacks a B.
+_PRECOMPUTED = {"prefill_flops": "2L^2d + 2BLd^2", "decode_flops": "2BLd + 2d^2"}
+PRINTED_FLOPS_OF_PRECOMPUTED_MAPS = {"rnd_emb_qk": _PRECOMPUTED, "fixed_seq_qk": _PRECOMPUTED}
+
 
 def evaluate(formula: str, **sizes: int) -> float:
     """The value of a printed formula, `evaluate("6Bd + 4Bd^2/h", B=1, d=896, h=14)`."""
-    return sum(_evaluate_term(term.strip(), sizes) for term in formula.split("+"))
+    return sum(_evaluate_term(term, sizes) for term in formula.split(" + "))
 
 
 def _evaluate_term(term: str, sizes: dict[str, int]) -> float:
+    """Of a number, letters with powers and sums in brackets, all over others: `2(B+1)Ld^2/h`."""
     coefficient, above, below = re.fullmatch(r"(\d+)([^/]*)/?(.*)", term).groups()
 
-    def product(letters: str) -> int:
-        powers = re.findall(r"([A-Za-z])(?:\^(\d))?", letters)
-        return math.prod(sizes[letter] ** int(power or 1) for letter, power in powers)
+    def product(factors: str) -> float:
+        found = re.findall(r"([A-Za-z]|\([A-Za-z]\+\d+\))(?:\^(-?\d))?", factors)
+        assert "".join(f"{base}^{power}" if power else base for base, power in found) == factors
+        return math.prod(value(base) ** int(power or 1) for base, power in found)
+
+    def value(base: str) -> int:
+        letter, _, added = base.strip("()").partition("+")
+        return sizes[letter] + int(added or 0)
 
     return int(coefficient) * product(above) / product(below)

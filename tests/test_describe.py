@@ -93,6 +93,38 @@ def test_vocabulary_left_to_data_that_is_not_there(tmp_path):
         describe.describe(config_lib.parse(record))
 
 
+def test_fixed_maps_and_what_the_rows_share():
+    """Per layer 2048 x 896 values a row and as many queries and keys for all rows, bfloat16."""
+    text = describe_paper("500m", "rnd_emb_qk", "uniform")
+    lines = [
+        " ".join(line.split()) for line in text.partition("one mixer on one row")[2].split("\n")
+    ]
+    for before, printed in (("prefill", "2L^2d + 2BLd^2"), ("decode", "2BLd + 2d^2")):
+        value = paper.evaluate(printed, B=1, L=2048, d=896, h=14, t=1)
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{before} FLOPs")]
+        assert lines[at + 1] == f"maps precomputed ours - paper {value:.3e} {printed}"
+    row, paper_cache = 2 * 2048 * 896, 2 * (1 + 1) * 2048 * 896
+    assert lines[-2:] == [
+        f"cache bytes ours {3 * row:.3e} paper {paper_cache:.3e} 2(B+1)Ld",
+        f"of these {row:.3e} for each row, {2 * row:.3e} once for all rows",
+    ]
+    assert "once for all rows" not in describe_paper("500m", "approximate", "even")
+
+
+@pytest.mark.parametrize(
+    "formula, value",
+    [
+        ("0", 0),
+        ("6Bd^2 + 4BLd", 6 * 2 * 5**2 + 4 * 2 * 3 * 5),
+        ("2(B+1)Ld", 2 * (2 + 1) * 3 * 5),
+        ("6Bd + 4Bd^2/h", 6 * 2 * 5 + 4 * 2 * 5**2 / 7),
+        ("11BLd/t + 3Bdht^-2", 11 * 2 * 3 * 5 / 11 + 3 * 2 * 5 * 7 / 11**2),
+    ],
+)
+def test_printed_formulas_are_read_as_written(formula, value):
+    assert paper.evaluate(formula, B=2, L=3, d=5, h=7, t=11) == pytest.approx(value)
+
+
 @pytest.mark.parametrize("how", ["absolute", "relative"])
 def test_from_any_directory(tmp_path, how):
     """A config file by its path, from a directory that has a configs/ of its own."""

@@ -5,6 +5,7 @@ paper prints beside our own counts. Nothing is computed or compiled; see `decons
 what is counted.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -110,30 +111,48 @@ def memory_lines(config: config_lib.Config, spec: ModelSpec) -> Iterator[str]:
 
 def mixer_table(spec: ModelSpec) -> Iterator[str]:
     """Each kind of layer once: our counts, and the paper's formulas with their values."""
-    length = spec.max_len
-    sizes = {"B": 1, "L": length, "d": spec.model_dim, "h": spec.num_heads, "t": 1}
     yield (
-        f"\none mixer on one row of {length} tokens, bfloat16; the paper's formulas as printed "
-        "(tables 5 to 8), which count otherwise"
+        f"\none mixer on one row of {spec.max_len} tokens, bfloat16; the paper's formulas as "
+        "printed (tables 5 to 8), which count otherwise"
     )
     first_of_kind: dict[str, LayerSpec] = {}
     for layer in spec.layers:
         first_of_kind.setdefault(layer.mixer, layer)
     for layer in first_of_kind.values():
-        printed = paper.PRINTED_COSTS.get(layer.mixer)
-        yield f"  {layer.mixer}" + (f": time of order {printed.time}" if printed else "")
-        ours = {
-            "prefill_flops": flops.mixer_flops(spec, layer, 1, length),
-            "decode_flops": flops.mixer_decode_flops(spec, layer, length),
-            "activation_bytes": flops.mixer_activation_bytes(spec, layer, 1, jnp.bfloat16),
-            "cache_bytes": flops.mixer_cache_bytes(spec, layer, length, itemsize=2),
-        }
-        for field, value in ours.items():
-            formula = "" if printed is None else getattr(printed, field)
-            paper_value = f"{paper.evaluate(formula, **sizes):.3e}" if formula else "-"
-            what = field.replace("_", " ").replace("flops", "FLOPs")
-            line = f"    {what:<17} ours {value:.3e}   paper {paper_value:<10} {formula}"
-            yield line.rstrip()
+        yield from _mixer_lines(spec, layer, paper.PRINTED_COSTS.get(layer.mixer))
+
+
+def _mixer_lines(
+    spec: ModelSpec, layer: LayerSpec, printed: paper.PrintedCost | None
+) -> Iterator[str]:
+    length = spec.max_len
+    sizes = {"B": 1, "L": length, "d": spec.model_dim, "h": spec.num_heads, "t": 1}
+
+    def line(what: str, ours: int | None, formula: str | None) -> str:
+        ours_value = "-" if ours is None else f"{ours:.3e}"
+        paper_value = "-" if formula is None else f"{paper.evaluate(formula, **sizes):.3e}"
+        text = f"    {what:<18} ours {ours_value:<10}  paper {paper_value:<10} {formula or ''}"
+        return text.rstrip()
+
+    def by_paper(field: str) -> str | None:
+        return printed and getattr(printed, field)
+
+    precomputed = paper.PRINTED_FLOPS_OF_PRECOMPUTED_MAPS.get(layer.mixer, {})
+    yield f"  {layer.mixer}" + (f": time of order {printed.time}" if printed else "")
+    for what, field, ours in (
+        ("prefill FLOPs", "prefill_flops", flops.mixer_flops(spec, layer, 1, length)),
+        ("decode FLOPs", "decode_flops", flops.mixer_decode_flops(spec, layer, length)),
+    ):
+        yield line(what, ours, by_paper(field))
+        if field in precomputed:
+            yield line("  maps precomputed", None, precomputed[field])
+    kept = flops.mixer_activation_bytes(spec, layer, 1, jnp.bfloat16)
+    yield line("activation bytes", kept, by_paper("activation_bytes"))
+    shared = flops.cache_bytes(dataclasses.replace(spec, layers=(layer,)), 0, length, jnp.bfloat16)
+    in_row = flops.mixer_cache_bytes(spec, layer, length, itemsize=2)
+    yield line("cache bytes", in_row + shared, by_paper("cache_bytes"))
+    if shared:
+        yield f"      of these {in_row:.3e} for each row, {shared:.3e} once for all rows"
 
 
 def main(argv) -> None:
