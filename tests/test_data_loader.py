@@ -260,3 +260,31 @@ def test_moved_data_and_changed_data(dataset, tmp_path):
 def test_directory_without_data(tmp_path):
     with pytest.raises(ValueError, match=r"is not prepared data .* deconstruct.data.prepare"):
         loader.open_dataset(tmp_path)
+
+
+def test_damaged_shard_is_named(dataset, tmp_path):
+    """Of its full length, with one bit turned over; the other shards still read."""
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset.path, copy)
+    first, second, *_ = dataset.info.shards["train"]
+    data = bytearray((copy / second.file).read_bytes())
+    written = [place for place, byte in enumerate(data) if byte]  # the rest is padding
+    data[written[len(written) // 2]] ^= 1
+    (copy / second.file).write_bytes(data)
+    damaged = loader.open_dataset(copy)
+    assert len(damaged.rows("train", range(first.rows))) == first.rows
+    message = rf"copy/{second.file} is damaged .*remove it and run .*data.prepare again"
+    with pytest.raises(ValueError, match=message):
+        damaged.rows("train", range(first.rows, first.rows + second.rows))
+    for num_workers in (0, 1):
+        with pytest.raises(ValueError, match=message):
+            batches(damaged, math.ceil(damaged.num_rows("train") / BATCH), num_workers=num_workers)
+
+
+@pytest.mark.parametrize("file", ["dataset_info.json", "features.json"])
+def test_damaged_tfds_metadata_is_named(dataset, tmp_path, file):
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset.path, copy)
+    (copy / file).write_text((copy / file).read_text()[:-30])
+    with pytest.raises(ValueError, match=rf"copy/{file} is damaged .*remove prepared.json"):
+        loader.open_dataset(copy).rows("train", [0])

@@ -78,7 +78,7 @@ class PreparedDataset:
         """Rows by number, from 0 in the order of the source.
 
         Raises:
-          ValueError: an id outside the vocabulary; names the shard.
+          ValueError: a damaged record, or an id outside the vocabulary; names the shard.
         """
         return [self._row(split, number) for number in numbers]
 
@@ -93,7 +93,14 @@ class PreparedDataset:
                 )
 
     def _row(self, split: str, number: int) -> packing.Row:
-        record = self._source(split)[number]
+        source = self._source(split)
+        try:
+            record = source[number]
+        except (OSError, RuntimeError) as error:  # the latter is what ArrayRecord raises
+            raise ValueError(
+                f"{pathlib.Path(self.path, self._shard_of(split, number))} is damaged "
+                f"({error}); remove it and run {prepared.COMMAND} again"
+            ) from error
         ids = record["ids"]
         if int(ids.max()) >= self.vocab_size or int(ids.min()) < 0:
             raise ValueError(
@@ -106,6 +113,9 @@ class PreparedDataset:
         if split not in self._sources:
             import tensorflow_datasets as tfds
 
+            for file in prepared.TFDS_FILES:  # TFDS's own errors do not name the file
+                remedy = f"remove {prepared.INFO_FILE} beside it and run {prepared.COMMAND} again"
+                prepared.read_json(pathlib.Path(self.path, file), remedy)
             builder = tfds.builder_from_directory(self.path)
             self._sources[split] = builder.as_data_source(split)
         return self._sources[split]
@@ -120,7 +130,8 @@ def open_dataset(path: str | os.PathLike) -> PreparedDataset:
     """Opens prepared data.
 
     Raises:
-      ValueError: it is not whole, or its shards hold ids outside its own vocabulary.
+      ValueError: it is not whole, its shards hold ids outside its own vocabulary, or `path` is a
+        URL.
     """
     dataset = PreparedDataset(prepared.read_info(path))
     dataset.check_vocabulary(dataset.vocab_size)

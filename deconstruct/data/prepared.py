@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,17 @@ import numpy as np
 
 from deconstruct.data import packing
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of what the settings record; the rows are those of 1
 DATASET = "deconstruct"
 INFO_FILE = "prepared.json"
 SETTINGS_FILE = "settings.json"
 TOKENIZER_FILE = "tokenizer.json"
+TFDS_FILES = ("dataset_info.json", "features.json")
 UNITS_FOLDER = "units"
 FILE_FORMAT = "array_record"
+COMMAND = "python -m deconstruct.data.prepare"
+
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/|.*://")  # pathlib makes gs:/ of gs://
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +81,7 @@ class PreparedInfo:
       max_len: tokens a row trains on; a row holds one more id.
       token_bytes: (vocab_size,) int32, bytes of text that each id stands for.
       shards: split -> its shards, in order.
+      source: what its source was called, see `sources.name_of`; None where format 1 left it out.
     """
 
     path: str
@@ -86,6 +92,7 @@ class PreparedInfo:
     max_len: int
     token_bytes: np.ndarray
     shards: Mapping[str, Sequence[ShardInfo]]
+    source: str | None = None
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -116,35 +123,60 @@ class PreparedInfo:
         write_json(pathlib.Path(self.path) / INFO_FILE, content)
 
 
+def local_path(path: str | os.PathLike, what: str) -> str:
+    """`path` with a leading `~` expanded.
+
+    Args:
+      path: as a user gave it.
+      what: its name in the error.
+
+    Raises:
+      ValueError: it is a URL.
+    """
+    path = os.fspath(path)
+    if _URL.match(path):
+        raise ValueError(f"{what} {path} is no local path; mount the bucket and name a folder")
+    return os.path.expanduser(path)
+
+
 def read_info(path: str | os.PathLike) -> PreparedInfo:
     """The `PreparedInfo` of a directory.
 
     Raises:
-      ValueError: it is not prepared data, not finished, or a shard is missing or not whole.
+      ValueError: it is not prepared data, not finished, damaged, or a shard is missing or not
+        whole; or `path` is a URL.
     """
-    folder = pathlib.Path(path)
+    folder = pathlib.Path(local_path(path, "data"))
     if not (folder / INFO_FILE).is_file():
         state = "unfinished" if (folder / SETTINGS_FILE).is_file() else "not prepared data"
-        raise ValueError(
-            f"{folder} is {state} (no {INFO_FILE}); make it with python -m deconstruct.data.prepare"
-        )
-    content = json.loads((folder / INFO_FILE).read_text())
-    shards = {
-        split: tuple(ShardInfo(**shard) for shard in shards)
-        for split, shards in content["shards"].items()
-    }
-    for shard in (shard for split in shards.values() for shard in split):
+        raise ValueError(f"{folder} is {state} (no {INFO_FILE}); make it with {COMMAND}")
+    info = _parse_info(folder)
+    for shard in (shard for split in info.shards.values() for shard in split):
         if not is_whole(folder, shard):
             raise ValueError(
                 f"{folder / shard.file} is missing or not {shard.num_bytes} bytes long; run "
-                "python -m deconstruct.data.prepare again, it makes what is missing"
+                f"{COMMAND} again, it makes what is missing"
             )
+    return info
+
+
+def _parse_info(folder: pathlib.Path) -> PreparedInfo:
+    path, remedy = folder / INFO_FILE, f"run {COMMAND} again"
+    content = read_json(path, remedy)
     fields = {field.name for field in dataclasses.fields(PreparedInfo)}
     own = {name: value for name, value in content.items() if name in fields}
-    own["token_bytes"] = np.array(own["token_bytes"], np.int32)
-    info = PreparedInfo(**own | {"path": str(folder), "shards": shards})
-    if info.data_fingerprint != content["data_fingerprint"]:
-        raise ValueError(f"{folder / INFO_FILE} was edited: its data_fingerprint does not fit")
+    try:
+        own["token_bytes"] = np.array(own["token_bytes"], np.int32)
+        own["shards"] = {
+            split: tuple(ShardInfo(**shard) for shard in shards)
+            for split, shards in own["shards"].items()
+        }
+        info = PreparedInfo(**own | {"path": str(folder)})
+        fingerprint = content["data_fingerprint"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); {remedy}") from error
+    if info.data_fingerprint != fingerprint:
+        raise ValueError(f"{path} was edited: its data_fingerprint does not fit; {remedy}")
     return info
 
 
@@ -225,6 +257,21 @@ def write_tfds_metadata(info: PreparedInfo) -> None:
         description="Rows of token ids with the starts of their documents.",
         check_data=False,  # it would read with TensorFlow
     )
+
+
+def read_json(path: pathlib.Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ValueError: it cannot be read or is no whole JSON object; ends in `remedy`.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (no JSON object); {remedy}")
+    return content
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:

@@ -4,6 +4,7 @@ Units do not depend on each other or on who runs them, so one core, a pool and a
 give the same shards, and a run that was stopped goes on with the units that are not finished.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -79,10 +80,13 @@ def plan_units(
 
 def finished(unit: Unit) -> dict[str, prepared.ShardInfo] | None:
     """Split -> counts of a unit that is done and whole, else None."""
-    if not unit.counts_path.is_file():
+    try:
+        content = json.loads(unit.counts_path.read_text())
+        shards = {split: prepared.ShardInfo(**counts) for split, counts in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # not there or damaged: either way the unit is made anew
+    if {split: shard.file for split, shard in shards.items()} != dict(unit.shards):
         return None
-    content = json.loads(unit.counts_path.read_text())
-    shards = {split: prepared.ShardInfo(**counts) for split, counts in content.items()}
     folder = pathlib.Path(unit.output)
     return shards if all(prepared.is_whole(folder, s) for s in shards.values()) else None
 
@@ -96,6 +100,7 @@ def prepare_unit(
 
     Raises:
       ValueError: the first bad row, with file and line.
+      OSError: a shard cannot be written.
     """
     folder = pathlib.Path(unit.output)
     tokenizer = tokenizer_lib.load_tokenizer(str(folder / prepared.TOKENIZER_FILE))
@@ -129,6 +134,15 @@ def _batches(unit: Unit, on_read: readers.OnRead) -> Iterator[list[_SplitDocumen
     yield batch
 
 
+@contextlib.contextmanager
+def _write_errors() -> Iterator[None]:
+    """ArrayRecord tells of a full disk by a RuntimeError; here it is an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
 class _ShardWriter:
     """Texts in, one shard file of rows out."""
 
@@ -159,7 +173,8 @@ class _ShardWriter:
     def finish(self) -> prepared.ShardInfo:
         """Writes the padded tail, closes and renames the file, checks that no token was lost."""
         self._write(self._packer.finish())
-        self._writer.close()
+        with _write_errors():
+            self._writer.close()
         assert self._tokens_in == self._tokens_in_rows, (self._tokens_in, self._tokens_in_rows)
         self._partial.rename(self._path)
         return prepared.ShardInfo(
@@ -176,6 +191,8 @@ class _ShardWriter:
 
     def _write(self, rows: Sequence[packing.Row]) -> None:
         for row in rows:
-            self._writer.write(self._serialize(row))
+            record = self._serialize(row)
+            with _write_errors():
+                self._writer.write(record)
             self._rows += 1
             self._tokens_in_rows += row.num_tokens
