@@ -1,8 +1,12 @@
 """Preparation: rows hold the documents, units resume, settings bind, any process count."""
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
+import platform
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from deconstruct.data import loader, prepare, prepared, sources, units
+from deconstruct.data import loader, prepare, prepared, readers, sources, units
 
 
 def shards(folder):
@@ -96,6 +100,160 @@ def test_second_run_does_nothing(source, output, monkeypatch):
     prepare.prepare(data_corpus.settings(source, output), progress=False)
     changed = {path.name for path, when in times(output).items() if before.get(path) != when}
     assert changed <= {".lock"}
+
+
+@pytest.fixture
+def finished(source, output, tmp_path):
+    """Settings of finished data whose source can be taken away."""
+    shutil.copytree(source, tmp_path / "texts")
+    settings = data_corpus.settings(tmp_path / "texts", tmp_path / "data")
+    prepare.prepare(settings, progress=False)
+    return settings
+
+
+def test_finished_data_outlives_its_source(finished, caplog):
+    info = prepared.read_info(finished.output)
+    shutil.rmtree(finished.source)
+    again = prepare.prepare(finished, progress=False)
+    assert again.data_fingerprint == info.data_fingerprint
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        f"source {finished.source} is not there any more; using the finished data in "
+        f"{finished.output}"
+    )
+    pathlib.Path(finished.source).mkdir()  # as where a disk is not mounted
+    prepare.prepare(finished, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_len": 64}, "max_len 32 there, 64 now"),
+        ({"validation_share": 0.2}, "validation_share 0.1 there, 0.2 now"),
+        ({"unit_bytes": 2}, "unit_bytes 1 there, 2 now"),
+        ({"tokenizer": "bpe:301"}, "tokenizer bpe:300 there, bpe:301 now"),
+        ({"source": "misspelt"}, "source texts there, misspelt now"),
+    ],
+)
+def test_without_the_source_the_rest_must_agree(finished, changes, message):
+    shutil.rmtree(finished.source)
+    with pytest.raises(ValueError, match=f"no such file or folder.*; the finished .*{message}"):
+        prepare.prepare(dataclasses.replace(finished, **changes), progress=False)
+
+
+def test_without_the_source_unfinished_data_is_of_no_use(finished):
+    shutil.rmtree(finished.source)
+    min(pathlib.Path(finished.output).glob("*.array_record*")).unlink()
+    with pytest.raises(ValueError, match=r"^source '.*texts': no such file or folder"):
+        prepare.prepare(finished, progress=False)
+
+
+def test_packaged_corpora_that_are_gone(tmp_path, monkeypatch, caplog):
+    (tmp_path / "wiki.jsonl").write_text("")
+    data_corpus.write_jsonl(tmp_path / "wiki.jsonl", data_corpus.texts(30))
+    file = sources.SourceFile(str(tmp_path / "wiki.jsonl"), "wiki_leads", ".jsonl", 1)
+    monkeypatch.setitem(sources.PACKAGED, "wiki_leads", lambda: file)
+    settings = data_corpus.settings("wiki_leads", tmp_path / "data", tokenizer="bpe:257")
+    prepare.prepare(settings, progress=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    prepare.prepare(settings, progress=False)
+    assert "source wiki_leads is not there any more" in caplog.text
+
+
+def test_other_python_uses_the_finished_docs(tmp_path, monkeypatch, caplog):
+    topics = [("topic 'a'", text, None) for text in data_corpus.texts(30)]
+    monkeypatch.setitem(readers.READERS, "python_docs", lambda path, on_read: iter(topics))
+    settings = data_corpus.settings("python_docs", tmp_path / "data", tokenizer="bpe:257")
+    prepare.prepare(settings, progress=False)
+    assert not caplog.records
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    prepare.prepare(settings, progress=False)
+    assert "source python_docs is not there any more" in caplog.text
+    with pytest.raises(ValueError, match="max_len 32 there, 64 now"):
+        prepare.prepare(dataclasses.replace(settings, max_len=64), progress=False)
+
+
+def test_finished_data_needs_no_lock(finished):
+    """As in a folder that cannot be written: root could, so a folder in the file's place it is."""
+    lock = pathlib.Path(finished.output, ".lock")
+    lock.unlink()
+    lock.mkdir()
+    before = times(lock.parent)
+    prepare.prepare(finished, progress=False)
+    assert times(lock.parent) == before
+    with pytest.raises(ValueError, match="max_len 32 there, 64 now"):
+        prepare.prepare(dataclasses.replace(finished, max_len=64), progress=False)
+    (lock.parent / prepared.INFO_FILE).unlink()
+    with pytest.raises(ValueError, match="cannot be written"):
+        prepare.prepare(finished, progress=False)
+
+
+def test_edited_input_of_equal_size_is_refused(finished):
+    path = pathlib.Path(finished.source, "part_1.jsonl")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"river", b"lakes", 1))
+    with pytest.raises(ValueError, match=r"settings: source_ends_sha256 \w+ there, \w+ now\."):
+        prepare.prepare(finished, progress=False)
+
+
+def test_data_of_another_format_still_trains(finished, monkeypatch):
+    monkeypatch.setattr(prepared, "FORMAT_VERSION", 99)
+    with pytest.raises(ValueError, match=r"is of format \d, this version makes 99; .*data.path"):
+        prepare.prepare(finished, progress=False)
+    assert loader.open_dataset(finished.output).num_rows("train")
+
+
+@pytest.mark.parametrize("field", ["source", "output"])
+@pytest.mark.parametrize("path", ["gs://bucket/data", "gs:/bucket/data", "file:///data"])
+def test_urls_are_refused(finished, field, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{field} {path} is no local path; mount the bucket"):
+        prepare.prepare(dataclasses.replace(finished, **{field: path}))
+    with pytest.raises(ValueError, match=f"{path} is no local path; mount the bucket"):
+        loader.open_dataset(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "texts"]
+
+
+def test_home_is_expanded(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    info = prepare.prepare(
+        data_corpus.settings("~/texts", "~/again", tokenizer="~/data/tokenizer.json"),
+        progress=False,
+    )
+    assert info.path == str(tmp_path / "again")
+    assert shards(tmp_path / "again") == shards(tmp_path / "data")
+    assert loader.open_dataset("~/again").path == str(tmp_path / "again")
+
+
+def test_damaged_info_is_named_and_made_again(finished):
+    path = pathlib.Path(finished.output, prepared.INFO_FILE)
+    whole = path.read_text()
+    for damaged in (whole[:-9], "", "{}", "[]"):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"prepared.json is damaged .*data.prepare again"):
+            loader.open_dataset(finished.output)
+        prepare.prepare(finished, progress=False)
+        assert path.read_text() == whole
+
+
+def test_damaged_settings_are_named(finished):
+    folder = pathlib.Path(finished.output)
+    (folder / prepared.INFO_FILE).unlink()
+    for damaged in ((folder / prepared.SETTINGS_FILE).read_text()[:-9], "null"):
+        (folder / prepared.SETTINGS_FILE).write_text(damaged)
+        with pytest.raises(ValueError, match=r"settings.json is damaged .*remove"):
+            prepare.prepare(finished, progress=False)
+
+
+@pytest.mark.parametrize("damaged", ["", '{"train": {"file"', "[]", "{}", '{"train": {}}'])
+def test_damaged_counts_make_a_unit_unfinished(finished, damaged, output):
+    folder = pathlib.Path(finished.output)
+    (folder / prepared.INFO_FILE).unlink()
+    (folder / prepared.UNITS_FOLDER / "00001.json").write_text(damaged)
+    prepare.prepare(finished, progress=False)
+    assert shards(folder) == shards(output)
+    assert json.loads((folder / prepared.UNITS_FOLDER / "00001.json").read_text())
 
 
 KILLED_IN_THE_THIRD_UNIT = """
@@ -269,9 +427,30 @@ def test_units_keep_splits_apart_and_near_their_size():
     assert plan[4].shards == (("validation", "deconstruct-validation.array_record-00000-of-00001"),)
 
 
-def run_command(*arguments):
+KILLED_WORKER = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import data_corpus
+from deconstruct import entry
+from deconstruct.data import prepare, units
+
+def die(unit):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+units.prepare_unit = die  # pickled by name, of this file, for the workers
+
+def main(argv):
+    settings = data_corpus.settings({source!r}, {output!r}, num_processes=2)
+    prepare.prepare(settings, progress=False)
+
+if __name__ == "__main__":
+    entry.run(main)
+"""
+
+
+def run_command(*arguments, **options):
     command = [sys.executable, "-m", "deconstruct.data.prepare", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def test_command(tmp_path):
@@ -281,6 +460,50 @@ def test_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "train: " in done.stdout and "validation: " in done.stdout
     assert json.loads((tmp_path / "data" / "prepared.json").read_text())["max_len"] == 32
-    failed = run_command("--source=none", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source=none"], "error: source 'none': no such file"),
+        (["--source=none", "--sorce=none"], "error: Unknown command line flag 'sorce'. Did you"),
+        (["--source=none", "--max_len=many"], "error: flag --max_len=many: "),
+        (["--source=none", "more"], "error: unknown argument 'more'; flags begin with --"),
+        ([], "error: --source is missing; "),
+    ],
+)
+def test_errors_of_the_command_are_one_line(tmp_path, arguments, message):
+    required = ["--tokenizer=bpe:300", "--max_len=32", f"--output={tmp_path / 'data'}"]
+    failed = run_command(*required, *arguments)
     assert failed.returncode == 1
-    assert failed.stderr.startswith("prepare: source 'none'") and failed.stderr.count("\n") == 1
+    assert failed.stderr.startswith(message) and failed.stderr.count("\n") == 1, failed.stderr
+    assert not failed.stdout
+
+
+@pytest.mark.parametrize("num_bytes", [1_000, 30_000])  # too few for the tokenizer, for a shard
+def test_full_disk_is_one_line(source, tmp_path, num_bytes):
+    """Limited in the size of a file; nothing else in the way of writing can be had everywhere."""
+    failed = run_command(
+        f"--source={source}",
+        "--tokenizer=bpe:257",
+        "--max_len=32",
+        f"--output={tmp_path / 'data'}",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes)),
+    )
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith(f"error: preparing {tmp_path / 'data'} stopped (")
+    assert "File too large" in last and last.endswith("run the same command again to go on")
+
+
+def test_command_of_a_killed_worker_is_one_line(tmp_path):
+    program = KILLED_WORKER.format(
+        tests=str(pathlib.Path(__file__).parent),
+        source=str(data_corpus.write_source(tmp_path / "source")),
+        output=str(tmp_path / "data"),
+    )
+    script = tmp_path / "killed_worker.py"
+    script.write_text(program)
+    failed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("error: a preparation process was killed")

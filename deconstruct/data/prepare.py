@@ -4,27 +4,26 @@
         --max_len=2048 --output=DIR
 
 Run again after any interruption: finished units are kept, and when all are, nothing is done.
-An output directory that was made with other settings is refused, with the differences.
+An output directory that was made with other settings is refused, with the differences. Finished
+data stays in use when its source is gone, if the other settings are its own.
 """
 
-import concurrent.futures
-import concurrent.futures.process
 import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import tqdm
+from absl import flags, logging
 
+from deconstruct import entry
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import prepared, sources, units, workers
+from deconstruct.data import pool, prepared, sources, units
 
 UNIT_BYTES = 64_000_000
 BPE_TRAINING_BYTES = 64_000_000  # text that a BPE is trained on, from the first training document
@@ -32,7 +31,7 @@ BPE_TRAINING_BYTES = 64_000_000  # text that a BPE is trained on, from the first
 
 @dataclasses.dataclass(frozen=True)
 class PrepareSettings:
-    """What to prepare.
+    """What to prepare; a leading `~` is expanded in all paths.
 
     Attributes:
       source: a file, folder, glob, or packaged corpus; see `sources`.
@@ -53,6 +52,9 @@ class PrepareSettings:
     num_processes: int | None = None
 
     def __post_init__(self):
+        for name in ("source", "output"):
+            object.__setattr__(self, name, prepared.local_path(getattr(self, name), name))
+        object.__setattr__(self, "tokenizer", os.path.expanduser(self.tokenizer))
         if self.max_len < 1:
             raise ValueError(f"max_len must be at least 1, not {self.max_len}")
         if not 0 <= self.validation_share < 1:
@@ -64,37 +66,35 @@ class PrepareSettings:
 def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.PreparedInfo:
     """Prepares what is not prepared yet, and returns what is there.
 
-    Safe to call from several processes at once: the second waits for the first.
+    Safe to call from several processes at once: the second waits for the first. Finished data is
+    returned without writing anything, and without its source (with a warning) if that is gone.
 
     Args:
       settings: what to prepare.
       progress: whether to show progress on stderr.
 
     Raises:
-      ValueError: for anything wrong with source, tokenizer or output, with its remedy.
-      RuntimeError: a worker process was killed.
+      ValueError: for anything wrong with source, tokenizer or output, or a worker process that was
+        killed, with its remedy.
     """
-    files = sources.list_files(settings.source)
     output = pathlib.Path(settings.output)
+    finished = _read_finished(output)
+    try:
+        files = sources.list_files(settings.source)
+    except sources.MissingSourceError as error:
+        if finished is None:
+            raise
+        return _reuse_without_source(settings, finished, error)
+    config = builder_config(settings, files)
+    if finished is not None:
+        return _reuse(settings, finished, config)
     _refuse_foreign(output)
     with _sole_writer(output):
-        config = builder_config(settings, files)
+        finished = _read_finished(output)
+        if finished is not None:  # by another process, while this one waited
+            return _reuse(settings, finished, config)
         _claim(output, config)
-        plan = units.plan_units(
-            files,
-            unit_bytes=settings.unit_bytes,
-            output=str(output),
-            max_len=settings.max_len,
-            validation_share=settings.validation_share,
-        )
-        done = {unit.index: units.finished(unit) for unit in plan}
-        pending = [unit for unit in plan if done[unit.index] is None]
-        if not pending and (output / prepared.INFO_FILE).is_file():
-            return prepared.read_info(output)
-        tokenizer = _ensure_tokenizer(settings, files, output, progress)
-        done |= _run(pending, settings.num_processes, progress)
-        shards = [shard for unit in plan for shard in done[unit.index].items()]
-        return _finish(settings, config, tokenizer, shards)
+        return _make(settings, files, config, progress)
 
 
 def builder_config(
@@ -102,22 +102,102 @@ def builder_config(
 ) -> dict[str, Any]:
     """What the rows depend on; equal wherever source, tokenizer and output lie.
 
-    Input files count by name and size, tokenizer files by content.
+    Input files count by name, size and what `sources.ends_sha256` reads of them, tokenizer files by
+    content.
     """
     listing = json.dumps([(file.name, file.num_bytes, file.split) for file in files])
+    return _config_without_source(settings) | {
+        "source_version": sources.version_of(settings.source),
+        "source_files": len(files),
+        "source_bytes": sum(file.num_bytes for file in files),
+        "source_names_and_sizes_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+        "source_ends_sha256": sources.ends_sha256(files),
+    }
+
+
+def _config_without_source(settings: PrepareSettings) -> dict[str, Any]:
     tokenizer = settings.tokenizer
     if pathlib.Path(tokenizer).exists():
         tokenizer = "sha256:" + tokenizer_lib.load_tokenizer(tokenizer).sha256
     return {
         "format_version": prepared.FORMAT_VERSION,
-        "source_files": len(files),
-        "source_bytes": sum(file.num_bytes for file in files),
-        "source_names_and_sizes_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         "tokenizer": tokenizer,
         "max_len": settings.max_len,
         "validation_share": settings.validation_share,
         "unit_bytes": settings.unit_bytes,
     }
+
+
+def _read_finished(output: pathlib.Path) -> prepared.PreparedInfo | None:
+    """The finished data in `output`; None where it is not whole, which preparing mends."""
+    try:
+        return prepared.read_info(output)
+    except ValueError:
+        return None
+
+
+def _reuse(
+    settings: PrepareSettings, finished: prepared.PreparedInfo, config: Mapping[str, Any]
+) -> prepared.PreparedInfo:
+    """`finished`, if it is what preparing with `config` would make."""
+    there, now = finished.builder_config.get("source_version"), config["source_version"]
+    if finished.source == sources.name_of(settings.source) and there != now:
+        other = sources.MissingSourceError(
+            f"source {settings.source} of version {there} is not there, only that of {now}"
+        )
+        return _reuse_without_source(settings, finished, other)
+    _refuse_other_settings(finished.path, finished.builder_config, config)
+    return finished
+
+
+def _reuse_without_source(
+    settings: PrepareSettings,
+    finished: prepared.PreparedInfo,
+    missing: sources.MissingSourceError,
+) -> prepared.PreparedInfo:
+    """`finished`, with a warning, if it agrees in all that can be known without the source."""
+    now = _config_without_source(settings)
+    there = {key: finished.builder_config.get(key) for key in now}
+    different = _differences(
+        there | {"source": finished.source}, now | {"source": sources.name_of(settings.source)}
+    )
+    if different:
+        raise ValueError(
+            f"{missing}; the finished data in {finished.path} was made with other settings: "
+            f"{different}"
+        ) from missing
+    logging.warning(
+        "source %s is not there any more; using the finished data in %s",
+        settings.source,
+        finished.path,
+    )
+    return finished
+
+
+def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The keys at which two configs differ, with both values; empty where there are none."""
+    return "; ".join(
+        f"{key} {there.get(key)} there, {now.get(key)} now"
+        for key in sorted(there.keys() | now.keys())
+        if there.get(key) != now.get(key)
+    )
+
+
+def _refuse_other_settings(
+    output: str | pathlib.Path, there: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    if there.get("format_version") != now["format_version"]:
+        raise ValueError(
+            f"output {output} is of format {there.get('format_version')}, this version makes "
+            f"{now['format_version']}; name another directory, or remove this one. Training still "
+            "reads finished data of any format: name it as data.path, without data.prepare_source"
+        )
+    different = _differences(there, now)
+    if different:
+        raise ValueError(
+            f"output {output} was made with other settings: {different}. Name another directory, "
+            "or remove this one"
+        )
 
 
 def _refuse_foreign(output: pathlib.Path) -> None:
@@ -142,7 +222,12 @@ def _sole_writer(output: pathlib.Path) -> Iterator[None]:
         raise ValueError(f"output {output} cannot be written ({error})") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:  # a full disk, most often
+            raise ValueError(
+                f"preparing {output} stopped ({error}); run the same command again to go on"
+            ) from error
 
 
 def _claim(output: pathlib.Path, config: Mapping[str, Any]) -> None:
@@ -150,19 +235,11 @@ def _claim(output: pathlib.Path, config: Mapping[str, Any]) -> None:
     settings_path = output / prepared.SETTINGS_FILE
     if not settings_path.is_file():
         prepared.write_json(settings_path, config)
-    existing = json.loads(settings_path.read_text())
-    different = [
-        f"{key} {existing.get(key)} there, {config.get(key)} now"
-        for key in sorted(existing.keys() | config.keys())
-        if existing.get(key) != config.get(key)
-    ]
-    if not different:
+    existing = prepared.read_json(settings_path, f"remove {output} and prepare it again")
+    if existing == config:
         return
     if any((output / prepared.UNITS_FOLDER).iterdir()):
-        raise ValueError(
-            f"output {output} was made with other settings: {'; '.join(different)}. Name another "
-            "directory, or remove this one"
-        )
+        _refuse_other_settings(output, existing, config)
     (output / prepared.TOKENIZER_FILE).unlink(missing_ok=True)
     prepared.write_json(settings_path, config)  # nothing was finished with the others
 
@@ -208,54 +285,26 @@ def _training_texts(
                 return
 
 
-_Counts = dict[str, prepared.ShardInfo]
-
-
-def _run(
-    pending: Sequence[units.Unit], num_processes: int | None, progress: bool
-) -> dict[int, _Counts]:
-    """Unit index -> its counts. A single unit, or one process, runs right here."""
-    num_processes = min(num_processes or os.cpu_count() or 1, len(pending))
-    with tqdm.tqdm(
-        total=sum(unit.num_bytes for unit in pending),
-        desc=f"preparing {len(pending)} unit(s)",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    ) as bar:
-        if num_processes <= 1:
-            return {unit.index: units.prepare_unit(unit, bar.update) for unit in pending}
-        return _run_in_pool(pending, num_processes, bar)
-
-
-def _run_in_pool(
-    pending: Sequence[units.Unit], num_processes: int, bar: tqdm.tqdm
-) -> dict[int, _Counts]:
-    done = {}
-    with concurrent.futures.ProcessPoolExecutor(
-        num_processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-    ) as pool:
-        futures = {pool.submit(units.prepare_unit, unit): unit for unit in pending}
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                unit = futures[future]
-                done[unit.index] = future.result()
-                bar.update(unit.num_bytes)
-        except concurrent.futures.process.BrokenProcessPool as error:
-            raise RuntimeError(
-                "a preparation process was killed (out of memory?); run the same command again to "
-                "go on, with a smaller --num_processes"
-            ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-    return done
-
-
-def _begin_worker() -> None:
-    workers.exit_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+def _make(
+    settings: PrepareSettings,
+    files: Sequence[sources.SourceFile],
+    config: Mapping[str, Any],
+    progress: bool,
+) -> prepared.PreparedInfo:
+    """Makes what is missing in the output directory, which is this process's own."""
+    plan = units.plan_units(
+        files,
+        unit_bytes=settings.unit_bytes,
+        output=settings.output,
+        max_len=settings.max_len,
+        validation_share=settings.validation_share,
+    )
+    done = {unit.index: units.finished(unit) for unit in plan}
+    pending = [unit for unit in plan if done[unit.index] is None]
+    tokenizer = _ensure_tokenizer(settings, files, pathlib.Path(settings.output), progress)
+    done |= pool.run(pending, settings.num_processes, progress)
+    shards = [shard for unit in plan for shard in done[unit.index].items()]
+    return _finish(settings, config, tokenizer, shards)
 
 
 def _finish(
@@ -278,6 +327,7 @@ def _finish(
         max_len=settings.max_len,
         token_bytes=tokenizer.token_bytes(),
         shards=by_split,
+        source=sources.name_of(settings.source),
     )
     for split, counts in info.counts.items():
         if not counts["rows"]:
@@ -305,8 +355,7 @@ def summary(info: prepared.PreparedInfo) -> str:
 
 
 def _define_flags() -> None:
-    from absl import flags
-
+    """Only as a command: training imports this file, and its flags are others."""
     flags.DEFINE_string("source", None, "File, folder, glob, wiki_leads or python_docs.")
     flags.DEFINE_string("tokenizer", None, "tokenizer.json, its folder, Hub name, or bpe:8192.")
     flags.DEFINE_integer("max_len", None, "Tokens a row trains on.")
@@ -315,27 +364,18 @@ def _define_flags() -> None:
         "validation_share", 0.02, "Share of documents held out where the source has no validation/."
     )
     flags.DEFINE_integer("num_processes", None, "Processes at a time; default one per core.")
-    flags.mark_flags_as_required(["source", "tokenizer", "max_len", "output"])
 
 
-def main(argv: Sequence[str]) -> int:
-    from absl import flags
-
-    if len(argv) > 1:
-        print(f"prepare: unknown argument {argv[1]!r}; see --help", file=sys.stderr)
-        return 1
-    names = {field.name for field in dataclasses.fields(PrepareSettings)} - {"unit_bytes"}
-    try:
-        settings = PrepareSettings(**{name: flags.FLAGS[name].value for name in names})
-        print(summary(prepare(settings)))
-    except (ValueError, RuntimeError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str]) -> None:
+    del argv
+    fields = [field for field in dataclasses.fields(PrepareSettings) if field.name != "unit_bytes"]
+    values = {field.name: flags.FLAGS[field.name].value for field in fields}
+    for field in fields:
+        if field.default is dataclasses.MISSING and values[field.name] is None:
+            raise ValueError(f"--{field.name} is missing; --help says what it may be")
+    print(summary(prepare(PrepareSettings(**values))))
 
 
 if __name__ == "__main__":
-    from absl import app
-
     _define_flags()
-    app.run(main)
+    entry.run(main)
