@@ -27,6 +27,12 @@ LOGITS_TOLERANCE = 1e-5
 MAP_TOLERANCE = 1e-5
 
 SIMPLE = [mixer for mixer in mixers.MIXERS if mixer != spec_lib.STANDARD]
+ISOLATED = [
+    *((mixer, "uniform") for mixer in mixers.MIXERS),
+    *((mixer, "even") for mixer in SIMPLE),
+    ("rnd_emb_qk+fixed_seq_qk+static_emb_qk", "uniform"),
+    ("fixed_seq_qk+approximate", "even"),
+]
 PLANS = [
     (spec_lib.STANDARD, "uniform"),
     *((mixer, plan) for mixer in SIMPLE for plan in spec_lib.PLANS),
@@ -43,10 +49,22 @@ VARIANTS = {
 
 
 def oracle_model(spec) -> oracle.OracleModel:
-    """The same model for the oracle; fails for a mixer that it has no equations for."""
+    """The same model for the oracle; skips a mixer that it has no equations for."""
+    if lacking := {layer.mixer for layer in spec.layers} - set(oracle.MIXERS):
+        pytest.skip(f"the oracle lacks {lacking}; see test_the_oracle_has_every_mixer")
     fields = {f.name for f in dataclasses.fields(oracle.OracleModel)} - {"layers"}
     layers = tuple((layer.number, layer.mixer) for layer in spec.layers)
     return oracle.OracleModel(layers=layers, **{name: getattr(spec, name) for name in fields})
+
+
+def test_the_oracle_has_every_mixer():
+    """A mixer's own definition must not judge itself."""
+    lacking = [name for name in mixers.MIXERS if name not in oracle.MIXERS]
+    assert not lacking, (
+        f"add {lacking} to MIXERS of tests/oracle.py and write the equations there, in NumPy: "
+        "parameter_names for its parameters, _attention_map for its weights (_block, where it has "
+        "no map); the comparisons of this file, skipped until then, run by themselves"
+    )
 
 
 def strong_params(spec, seed=0):
@@ -94,9 +112,9 @@ def test_every_mixer_in_other_models(mixer, variant):
     assert_logits_agree(spec, strong_params(spec), make_tokens(length=LENGTH))
 
 
-@pytest.mark.parametrize("mixer", [*mixers.MIXERS, "rnd_emb_qk+fixed_seq_qk+static_emb_qk"])
-def test_every_mixer_isolates_documents(mixer):
-    spec = make_spec(mixer, num_layers=3, max_len=MAX_LEN)
+@pytest.mark.parametrize(("mixer", "plan"), ISOLATED)
+def test_every_mixer_isolates_documents(mixer, plan):
+    spec = make_spec(mixer, plan, num_layers=3, max_len=MAX_LEN)
     segments_BT, positions_BT = make_documents(2, LENGTH, seed=6)
     assert segments_BT.max(axis=1).min() > 1
     assert_logits_agree(
