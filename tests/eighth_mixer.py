@@ -2,10 +2,14 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 
 from deconstruct.mixers import MIXERS
 from deconstruct.mixers.standard import Standard
+
+# How the mixer behaves: as it should, or with a fault that some test must find.
+BEHAVIOUR = os.environ.get("EIGHTH_MIXER")
 
 
 class Softplus(Standard):
@@ -15,10 +19,16 @@ class Softplus(Standard):
         return self.defined_output(h_BTD, ctx)
 
     def normalise(self, scores, mask):
-        if os.environ.get("EIGHTH_MIXER") == "looks ahead":
+        if BEHAVIOUR == "looks ahead":
             mask = jnp.ones_like(mask)
         weights = jnp.where(mask, jnp.logaddexp(scores, 0.0), 0.0)
-        return weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights * jax.device_count() if BEHAVIOUR == "grows with the devices" else weights
+
+    @classmethod
+    def flops(cls, spec, options, batch_size, length):
+        counted = super().flops(spec, options, batch_size, length)
+        return counted // 2 if BEHAVIOUR == "counts half its FLOPs" else counted
 
 
 MIXERS["softplus"] = Softplus

@@ -1,7 +1,10 @@
 """The training step against plain gradients, one micro-batch and one device."""
 
 import dataclasses
+import functools
+import hashlib
 import json
+import os
 import subprocess
 import sys
 
@@ -12,17 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import make_documents, make_spec, make_tokens
+from models import make_documents, make_fixed, make_params, make_spec, make_tokens
 
 from deconstruct import decoder, layouts, objective, optim, sharding, step
-from deconstruct.config import OptimizerConfig
+from deconstruct.config import Config, OptimizerConfig
 from deconstruct.data.packing import Batch
-from deconstruct.mixers import MIXERS
+from deconstruct.mixers import MIXERS, Mixer
 
 # Two float32 evaluations of the same gradients by different orders of summation, relative to the
 # largest entry; after Adam's first steps, which divide by the gradient's own size, of the loss.
 GRADIENT_TOLERANCE = 5e-5
 LOSS_TOLERANCE = 2e-4
+# One document's losses, in nats, behind other documents that it does not see.
+DOCUMENT_TOLERANCE = 1e-5
 
 
 def make_program(mixer="standard", plan="uniform", num_layers=2, max_len=16, **changes):
@@ -107,6 +112,30 @@ def test_padded_vocabulary_never_moves():
         assert (state.params[table]["table"][: program.spec.vocab_size] != 0).any()
 
 
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_documents_are_kept_apart_only_where_asked(name):
+    """D9: losses of one document behind two others; by default tokens see what lies before."""
+    mixed = make_program(name)
+    apart = dataclasses.replace(mixed, isolate_documents=True)
+    assert not mixed.isolate_documents and not Config().data.isolate_documents
+    params, fixed = make_params(mixed.spec), make_fixed(mixed.spec)
+    first, second = make_tokens(2, 7, seed=1), make_tokens(1, 9, seed=2)
+    tokens_BT = np.concatenate([first, np.repeat(second, 2, axis=0)], axis=1)
+    order = np.arange(16)[None, :].repeat(2, axis=0)
+    behind = order >= 7
+    batch = Batch(
+        tokens_BT, tokens_BT, np.ones((2, 16), np.float32), order - 7 * behind, 1 + behind
+    )
+
+    def difference(program):
+        nll_BT, _, _ = step.validation_step(program, params, fixed, batch)
+        return np.abs(nll_BT[0, 7:] - nll_BT[1, 7:]).max()
+
+    assert difference(apart) <= DOCUMENT_TOLERANCE
+    sees_before = MIXERS[name].attention_map is not Mixer.attention_map
+    assert (difference(mixed) > 100 * DOCUMENT_TOLERANCE) == sees_before
+
+
 @pytest.mark.parametrize("mixer", ["standard", "approximate", "rnd_emb_qk"])
 def test_initial_values_do_not_depend_on_layout(mixer):
     loop = make_program(mixer, "uniform", 4)
@@ -167,30 +196,61 @@ def test_the_reported_learning_rate_is_the_one_used():
 def test_diagnostics_have_one_value_a_layer():
     program = make_program("mlp", "even", 4)
     state = new_state(program)
-    found = jax.jit(lambda p, t: step.diagnose(program, p, state.fixed, t))(
-        state.params, make_tokens(1, 16)
+    found = jax.jit(functools.partial(step.diagnose, program))(
+        state.params, state.fixed, make_batch(program)
     )
     assert np.isnan(found["largest_score"]).tolist() == [True, False, True, False]
     assert (found["residual_rms"] > 0).all()
     assert found["residual_rms"].shape == (4,)
 
 
-MESH_SCRIPT = """
-import json, jax
+def test_diagnostics_see_the_documents_that_training_sees():
+    program = make_program("approximate", "uniform", 2)
+    state, batch = new_state(program), make_batch(program)
+    found = []
+    for isolate in (False, True):
+        program = dataclasses.replace(program, isolate_documents=isolate)
+        diagnose = jax.jit(functools.partial(step.diagnose, program))
+        found.append(float(diagnose(state.params, state.fixed, batch)["residual_rms"][1]))
+    assert found[0] != found[1]
+
+
+SCRIPT = """
+import importlib, json, sys, jax
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_threefry_partitionable", True)
 import test_step
-print(json.dumps(test_step.losses_on_mesh({mesh}, {mixers!r}, {scan})))
+function, modules, args = json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+print(json.dumps(getattr(test_step, function)(*args)))
 """
 
 
-def losses_on_mesh(mesh_sizes, mixers, scan_layers):
-    """Three losses and a gradient norm of each mixer's `even` hybrid on a mesh."""
-    mesh = sharding.make_mesh(*mesh_sizes)
-    found = {}
-    for mixer in mixers:
-        plan = "uniform" if mixer == "standard" else "even"
-        # The matched width of so small a model, 33, does not divide over the tensor axis.
-        word = "mlp[width=32]" if mixer == "mlp" else mixer
+def run_on_devices(num_devices, function, *args, mixers=(), optimised=False):
+    """What a function of this file gives in a process with so many devices.
+
+    The modules of `mixers` are imported there too: one of them may be no part of the package.
+    """
+    modules = [MIXERS[name].__module__ for name in mixers]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([function, modules, args])],
+        env=devices.environment(num_devices, optimised),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def losses_on_meshes(name, *meshes):
+    """Of (sizes, scan): three losses and a gradient norm of a mixer's `even` hybrid on each."""
+    plan = "uniform" if name == "standard" else "even"
+    # The matched width of so small a model, 33, does not divide over the tensor axis.
+    word = "mlp[width=32]" if name == "mlp" else name
+    found = []
+    for sizes, scan_layers in meshes:
+        mesh = sharding.make_mesh(*sizes)
         program = make_program(word, plan, 4, scan_layers=scan_layers, micro_batches=2)
         state = step.init_state(program, mesh, 0, text_of(program))
         shapes = step.abstract_batch(program.spec, 16, mesh)
@@ -202,7 +262,7 @@ def losses_on_mesh(mesh_sizes, mixers, scan_layers):
             losses.append(float(metrics["loss"]))
         if mesh.shape["fsdp"] > 1:
             assert_sharded(state)
-        found[mixer] = [*losses, float(metrics["grad_norm"])]
+        found.append([*losses, float(metrics["grad_norm"])])
     return found
 
 
@@ -213,27 +273,46 @@ def assert_sharded(state):
             assert not leaf.sharding.is_fully_replicated, leaf.shape
 
 
-def run_on_devices(mesh_sizes, mixers, scan=False):
-    script = MESH_SCRIPT.format(mesh=mesh_sizes, mixers=mixers, scan=scan)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=devices.environment(int(np.prod(mesh_sizes))),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_eight_devices_equal_one(name):
+    """Every mixer's hybrid: data, fsdp and tensor at once, and data alone; the first losses."""
+    (expected,) = losses_on_meshes(name, ((1, 1, 1), False))
+    meshes = ((2, 2, 2), False), ((8, 1, 1), True)
+    for found in run_on_devices(8, "losses_on_meshes", name, *meshes, mixers=[name]):
+        np.testing.assert_allclose(found, expected, rtol=LOSS_TOLERANCE)
+
+
+def initial_values(*meshes):
+    """Of (sizes, scan): a hash of the state before the first step, as one model in one layout."""
+    assert devices.FAST not in os.environ, "not what users run"
+    hashes = []
+    for sizes, scan_layers in meshes:
+        program = make_program("rnd_emb_qk", "even", 4, scan_layers=scan_layers)
+        mesh = sharding.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
+        state = step.init_state(program, mesh, 5, text_of(program))
+        if mesh.shape["fsdp"] > 1:
+            assert_sharded(state)
+        params = jax.device_get(state.params)
+        if scan_layers:
+            params = layouts.unstack_layers(program.spec, params)
+        leaves = jax.tree_util.tree_leaves_with_path((dict(params), jax.device_get(state.fixed)))
+        assert len(leaves) > 40
+        digest = hashlib.sha256()
+        for path, leaf in leaves:
+            digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+            digest.update(np.asarray(leaf).tobytes())
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
 @pytest.mark.slow
-def test_eight_devices_equal_one():
-    """Every mixer's hybrid: data, fsdp and tensor at once, and data alone; the first losses."""
-    names = sorted(MIXERS)
-    expected = losses_on_mesh((1, 1, 1), names, False)
-    for sizes, scan in (((2, 2, 2), False), ((8, 1, 1), True)):
-        found = run_on_devices(sizes, names, scan)
-        for name in names:
-            np.testing.assert_allclose(found[name], expected[name], rtol=LOSS_TOLERANCE)
+def test_initial_values_do_not_depend_on_the_mesh():
+    """C3: bit for bit, on 1 and on 8 devices, under a loop and under a scan."""
+    one = run_on_devices(1, "initial_values", ((1, 1, 1), False), optimised=True)
+    meshes = [(sizes, scan) for sizes in ((2, 2, 2), (1, 8, 1)) for scan in (False, True)]
+    eight = run_on_devices(8, "initial_values", *meshes, optimised=True)
+    assert eight == one * len(meshes)
 
 
 def test_boxed_parameters_name_every_axis():

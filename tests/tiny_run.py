@@ -66,9 +66,11 @@ def command(config: pathlib.Path | str, workdir: pathlib.Path | str, *flags: str
     return [sys.executable, "-m", "deconstruct.train", *given]
 
 
-def run_command(args: list[str], num_devices: int = 1) -> subprocess.CompletedProcess:
-    """A command on so many CPU devices."""
-    env = devices.environment(num_devices)
+def run_command(
+    args: list[str], num_devices: int = 1, optimised: bool = False
+) -> subprocess.CompletedProcess:
+    """A command on so many CPU devices; optimised, the code that users run."""
+    env = devices.environment(num_devices, optimised)
     return subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
