@@ -1,6 +1,7 @@
 """Checkpoints: retention, torn steps, other runs, other meshes, copies, kills, donated state."""
 
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import data_corpus
 import devices
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ import pytest
 
 from deconstruct import checkpoint
 from deconstruct.checkpoint import manager, reading
+from deconstruct.data import loader, prepare
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -586,6 +589,70 @@ def test_saved_on_any_mesh_and_restored_on_any_other(tmp_path):
     found = checkpoint.restore_weights(from_mesh)
     assert_same(found.weights, make_trees(5)[0])
     assert all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(found.weights))
+
+
+NEXT_BATCHES_PROGRAM = """
+import itertools, sys
+import numpy as np
+from deconstruct import checkpoint
+from deconstruct.data import loader
+
+if __name__ == "__main__":
+    data, workdir, output, steps = sys.argv[1:]
+    dataset = loader.open_dataset(data)
+    found = {}
+    for step in map(int, steps.split(",")):
+        restored = checkpoint.restore_weights(workdir, step=step).metadata
+        for num_workers in (0, 2):
+            batches = loader.training_batches(
+                dataset, batch_size=4, seed=7, start_step=restored.step, num_workers=num_workers
+            )
+            for number, batch in enumerate(itertools.islice(batches, 20), restored.step):
+                for name, array in batch._asdict().items():
+                    found[f"{num_workers}/{step}/{number}/{name}"] = array
+            batches.close()
+    np.savez(output, **found)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_batches_after_a_restore_are_the_unbroken_ones(tmp_path):
+    """D1: 20 after each of three steps, in a new process, with no workers and with two."""
+    source = data_corpus.write_source(tmp_path / "source", documents=30)
+    data = tmp_path / "data"
+    prepare.prepare(data_corpus.settings(source, data, max_len=32), progress=False)
+    batches = loader.training_batches(
+        loader.open_dataset(data), batch_size=4, seed=7, start_step=0, num_workers=0
+    )
+    cuts, unbroken = (1, 13, 30), []
+    with checkpoint.Checkpointer(tmp_path / "run", make_identity(), keep_latest=3) as saver:
+        for number, batch in enumerate(itertools.islice(batches, 50)):
+            if number in cuts:
+                saver.save(number, *make_trees(number), data_position=4 * number, tokens=0)
+            unbroken.append(batch)
+    batches.close()
+    program = tmp_path / "next_batches.py"
+    program.write_text(NEXT_BATCHES_PROGRAM)
+    output = tmp_path / "found.npz"
+    done = subprocess.run(
+        [sys.executable, program, data, tmp_path / "run", output, ",".join(map(str, cuts))],
+        env=devices.environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = np.load(output)
+    wanted = {
+        f"{num_workers}/{cut}/{number}/{name}": array
+        for num_workers in (0, 2)
+        for cut in cuts
+        for number in range(cut, cut + 20)
+        for name, array in unbroken[number]._asdict().items()
+    }
+    assert found.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert found[key].dtype == array.dtype
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
 def test_a_step_that_donates_what_is_being_saved_never_reaches_the_files(tmp_path, monkeypatch):
