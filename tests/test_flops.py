@@ -55,7 +55,7 @@ def test_parameters_of_each_layer_kind(name, changes):
     (layer,) = spec.layers
     mixer = mixer_formula(spec, name, dict(layer.options))
     feed_forward = 3 * spec.model_dim * spec.feed_forward_dim
-    assert flops.mixer_params(spec, layer) == mixer
+    assert flops.mixer_params(spec, layer) == mixer, f"write {name}'s count in mixer_formula"
     assert flops.layer_params(spec, layer) == mixer + feed_forward + 2 * spec.model_dim
 
 

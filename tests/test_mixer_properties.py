@@ -177,7 +177,7 @@ def test_parameters_match_the_standard_mixer(name):
     if mixer.scores is MIXERS["mlp"].scores:
         assert difference <= 12 * 32  # the width is a whole number: section 9
     else:
-        assert difference == 0
+        assert difference == 0, f"{name} must have the standard mixer's number of parameters"
 
 
 @BY_NAME
