@@ -22,7 +22,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "directory that holds the runs")
 _MIXERS = flags.DEFINE_list("mixers", None, "simple mixers; all when left out")
 _PLANS = flags.DEFINE_list("plans", ["uniform", "even"], "plans for each of them")
 _SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE of the config, for all runs; repeatable")
-_OUTPUT = flags.DEFINE_string("output", None, "Markdown file for the table; printed in any case")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "Markdown file for the table, which is printed in any case"
+)
 
 
 def main(argv) -> None:
@@ -38,6 +40,12 @@ def main(argv) -> None:
         for part in name.split("+"):
             if part not in simple:
                 raise ValueError(spec_lib.unknown_name("mixer", part, simple))
+    for plan in _PLANS.value:
+        if plan not in spec_lib.PLANS:
+            raise ValueError(spec_lib.unknown_name("plan", plan, spec_lib.PLANS))
+    output = None if _OUTPUT.value is None else pathlib.Path(_OUTPUT.value).expanduser()
+    if output is not None:
+        _check_writable(output)
     cases = [(spec_lib.STANDARD, "uniform")]
     cases += [(mixer, plan) for plan in _PLANS.value for mixer in chosen]
     folder = pathlib.Path(_WORKDIR.value)
@@ -45,8 +53,17 @@ def main(argv) -> None:
         _train(mixer, plan, folder / f"{mixer}-{plan}")
     table = _table(cases, folder)
     print(table)
-    if _OUTPUT.value is not None:
-        pathlib.Path(_OUTPUT.value).write_text(table + "\n")
+    if output is not None:
+        output.write_text(table + "\n")
+
+
+def _check_writable(path: pathlib.Path) -> None:
+    """Makes the file's folder, and an empty file where none is, before the runs and not after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"--output={path} cannot be written: {error.strerror}") from error
 
 
 def _train(mixer: str, plan: str, workdir: pathlib.Path) -> None:
