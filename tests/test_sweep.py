@@ -58,8 +58,9 @@ def test_a_sweep_and_the_same_again(tmp_path):
 def test_what_cannot_be_is_refused_before_any_run(tmp_path, flags, said):
     (tmp_path / "file").touch()
     flags = [flag.format(folder=tmp_path) for flag in flags]
-    # No such config: whatever gets as far as a run ends soon.
-    done = sweep(tmp_path / "absent.py", tmp_path / "runs", *flags)
+    config = tmp_path / "config.py"
+    config.write_text("def get_config(): raise ValueError('a run began')\n")
+    done = sweep(config, tmp_path / "runs", *flags)
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and said in line
