@@ -7,6 +7,7 @@ Nothing here imports JAX: a wrong key is refused before the slow imports.
 
 import dataclasses
 import difflib
+import math
 import operator
 import types
 import typing
@@ -85,8 +86,9 @@ class ModelConfig:
         if self.layers is not None:
             if (self.mixer, self.plan) != (ModelConfig.mixer, ModelConfig.plan):
                 raise ValueError(
-                    "model.layers names every layer by itself; leave model.mixer and model.plan "
-                    "at their defaults beside it"
+                    f"model.layers names every layer by itself, yet model.mixer={self.mixer} and "
+                    f"model.plan={self.plan} are set beside it: give the config file the argument "
+                    "standard,uniform (FILE.py:standard,uniform), or leave model.layers out"
                 )
             layers = spec_lib.parse_layers(self.num_layers, self.layers)
         else:
@@ -180,11 +182,11 @@ class NonFiniteConfig:
 
 
 def _positive(value) -> bool:
-    return value > 0
+    return 0 < value < math.inf
 
 
 def _not_negative(value) -> bool:
-    return value >= 0
+    return 0 <= value < math.inf
 
 
 # Numbers that no run can have are refused at the door; None, where a key allows it, passes.
@@ -200,7 +202,7 @@ _RANGES = {
     ),
     **dict.fromkeys(
         (
-            "seed", "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay",
+            "data.num_workers", "optimizer.warmup_steps", "optimizer.weight_decay",
             "optimizer.z_loss", "non_finite.max_skips",
         ),
         (_not_negative, "0 or more"),
@@ -209,6 +211,7 @@ _RANGES = {
         ("optimizer.beta1", "optimizer.beta2"),
         (lambda value: 0 <= value < 1, "at least 0 and below 1"),
     ),
+    "seed": (lambda value: 0 <= value < 2**32, "at least 0 and below 2**32"),
     "optimizer.final_fraction": (lambda value: 0 <= value <= 1, "between 0 and 1"),
 }  # fmt: skip
 _CHOICES = {
@@ -370,6 +373,17 @@ def _checked(name: str, value, hint):
             f"{name} must be of type {getattr(origin, '__name__', origin)}, not {value!r}"
         )
     return value
+
+
+def summary(config: Config) -> str:
+    """All keys and values: a line for the run's own, a line for each group."""
+    own, groups = [], []
+    for key, value in to_dict(config).items():
+        if isinstance(value, dict):
+            groups.append(f"{key}: " + ", ".join(f"{k}={v}" for k, v in value.items()))
+        else:
+            own.append(f"{key}={value}")
+    return "\n".join([", ".join(own), *groups])
 
 
 def to_dict(config: Config) -> dict[str, Any]:

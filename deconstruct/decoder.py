@@ -325,18 +325,31 @@ def logits(spec, params, fixed, tokens_BT, *, compute: Compute = Compute(), **kw
     return logits_of(spec, params, x_BTD, compute)
 
 
-def each_layer(spec, params, fixed, tokens_BT, methods, *, compute: Compute = Compute()):
+def each_layer(
+    spec,
+    params,
+    fixed,
+    tokens_BT,
+    methods,
+    *,
+    positions_BT=None,
+    segments_BT=None,
+    compute: Compute = Compute(),
+):
     """Looks into every layer: yields (layer, x_BTD entering it, {method: its mixer's answer}).
 
-    Documents are not isolated. `methods` are methods of the mixer such as "scores" and
-    "attention_map". A generator, so that the large maps of one layer can go before the next.
+    `methods` are methods of the mixer such as "scores" and "attention_map"; the other arguments are
+    as for `hidden`. A generator, so that the large maps of one layer can go before the next.
     """
     params = layouts.unstack_layers(spec, params)
     length = tokens_BT.shape[1]
+    if segments_BT is None:
+        positions_BT = _arange(length)
     stream_states = streams(spec, params, fixed, length, compute)
     embeddings_BTD = x_BTD = _embedder(spec, params, compute)(tokens_BT)
     for layer in spec.layers:
-        ctx = _context(layer, _arange(length), None, embeddings_BTD, stream_states.get(layer.name))
+        stream_LD = stream_states.get(layer.name)
+        ctx = _context(layer, positions_BT, segments_BT, embeddings_BTD, stream_LD)
         block = Block(spec, layer, compute.dtype)
         variables = {"params": params[layer.name]}
         answers = {

@@ -18,6 +18,8 @@ from deconstruct import config as config_lib
 _CONFIG_FLAG = "config"
 _OVERRIDE = re.compile(r"--?config\.([\w.]+)(?:=(.*))?", re.DOTALL)
 _MISSING_KEY = re.compile(r'Key "(\w+)" does not exist')
+_MISSING_GROUP = re.compile(r"""["'\\]+(\w+)["'\\]+($|\s|\\n)""")
+_HELP = ("--help", "-help", "--helpshort", "--helpfull", "-h", "-?")
 
 
 def one_line_errors(main: Callable) -> Callable:
@@ -56,14 +58,15 @@ def parse_flags(args: list[str]) -> list[str]:
     Exits with status 1 and one line for an unknown flag or key, a value that does not parse, or a
     config file that does not load.
     """
-    if any(arg in ("--help", "-help", "--helpfull", "-h", "-?") for arg in args):
-        return app.parse_flags_with_usage(args)
-    unset, seen = [], set()
+    if any(arg in _HELP for arg in args):
+        app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True, exitcode=0)
+    args, unset, seen, file = list(args), [], set(), None
     try:
-        for arg in args[1:]:
+        for place, arg in enumerate(args[1:], start=1):
             override = _OVERRIDE.fullmatch(arg)
             if override is None:
-                _check_config_file(arg)
+                if found := _config_file(arg):
+                    args[place], file = found
                 continue
             key, value = override.groups()
             hint = config_lib.key_type(key)
@@ -78,7 +81,7 @@ def parse_flags(args: list[str]) -> list[str]:
             _touch_config(flags.FLAGS.config, [key for _, key in unset])
         return remaining
     except (flags.Error, ValueError, AttributeError, TypeError, OSError, SyntaxError) as error:
-        sys.exit(_fail(_explain(error)))
+        sys.exit(_fail(_explain(error, file)))
 
 
 def _touch_config(config, unset: list[str]) -> None:
@@ -90,23 +93,34 @@ def _touch_config(config, unset: list[str]) -> None:
         config.update_from_flattened_dict({key: None})
 
 
-def _check_config_file(arg: str) -> None:
+def _config_file(arg: str) -> tuple[str, pathlib.Path] | None:
+    """(the argument with `~` resolved, its file) where `arg` names a config file.
+
+    Raises:
+      ValueError: there is no such file.
+    """
     name, given, value = arg.lstrip("-").partition("=")
-    path = pathlib.Path(value.partition(":")[0]).expanduser()
-    if name == _CONFIG_FLAG and given and not path.is_file():
+    if name != _CONFIG_FLAG or not given:
+        return None
+    text, colon, argument = value.partition(":")
+    path = pathlib.Path(text).expanduser()
+    if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         found = f"; {path.parent} holds {', '.join(beside)}" if beside else ""
         raise ValueError(f"config file {path} does not exist{found}")
+    return f"--{_CONFIG_FLAG}={path}{colon}{argument}", path
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, file: pathlib.Path | None) -> str:
     """One sentence for what config files and their flags raise."""
     text = str(error)
     if missing := _MISSING_KEY.search(text):
-        return f"in the config file: {config_lib.unknown_key(missing[1])}"
+        return f"{file}: {config_lib.unknown_key(missing[1])}"
+    if isinstance(error, AttributeError) and (missing := _MISSING_GROUP.match(text)):
+        return f"{file}: {config_lib.unknown_key(missing[1])}"
     if "Error whilst parsing config file" in text:
         lines = [line for line in text.strip().splitlines() if line.strip()]
-        return f"in the config file: {lines[-1].partition(': ')[2] or lines[-1]}"
+        return f"{file}: {lines[-1].partition(': ')[2] or lines[-1]}"
     return text
 
 

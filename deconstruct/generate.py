@@ -23,7 +23,16 @@ _SEED = flags.DEFINE_integer("seed", 0, "random seed of the sampling")
 
 
 def continue_ids(
-    spec, params, fixed, prompt_ids, *, max_new_tokens, temperature=0.0, seed=0, end_id=None
+    spec,
+    params,
+    fixed,
+    prompt_ids,
+    *,
+    max_new_tokens,
+    temperature=0.0,
+    seed=0,
+    end_id=None,
+    num_ids=None,
 ):
     """Token ids that continue `prompt_ids`, one at a time through the mixers' own caches.
 
@@ -34,6 +43,7 @@ def continue_ids(
       temperature: divides the logits before sampling; 0 takes the largest.
       seed: of the sampling; the same seed gives the same text.
       end_id: ends the text when it is chosen, and is left out of it.
+      num_ids: only ids below it are chosen; None allows the whole vocabulary of the model.
 
     Returns:
       A list of new ids.
@@ -46,7 +56,9 @@ def continue_ids(
     length = len(prompt_ids) + max_new_tokens
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt_ids)] = prompt_ids
-    decode = jax.jit(functools.partial(_decode, spec, greedy=temperature == 0.0, end_id=end_id))
+    greedy = temperature == 0.0
+    decode = functools.partial(_decode, spec, greedy=greedy, end_id=end_id, num_ids=num_ids)
+    decode = jax.jit(decode)
     tokens, count = decode(
         params, fixed, tokens, len(prompt_ids), max(temperature, 1e-6), jax.random.key(seed)
     )
@@ -54,7 +66,7 @@ def continue_ids(
     return new[:-1] if end_id is not None and new and new[-1] == end_id else new
 
 
-def _decode(spec, params, fixed, tokens, prompt_len, temperature, key, *, greedy, end_id):
+def _decode(spec, params, fixed, tokens, prompt_len, temperature, key, *, greedy, end_id, num_ids):
     """Fills `tokens` from prompt_len on: (tokens, how many of them hold)."""
     length = tokens.shape[0]
     cache = decoder.init_cache(spec, params, fixed, 1, length)
@@ -69,11 +81,12 @@ def _decode(spec, params, fixed, tokens, prompt_len, temperature, key, *, greedy
         logits_BV, cache = decoder.decode_step(
             spec, params, cache, tokens[position][None], position[None]
         )
+        logits_V = logits_BV[0, :num_ids]
         if greedy:
-            chosen = jnp.argmax(logits_BV[0])
+            chosen = jnp.argmax(logits_V)
         else:
             step_key = jax.random.fold_in(key, position)
-            chosen = jax.random.categorical(step_key, logits_BV[0] / temperature)
+            chosen = jax.random.categorical(step_key, logits_V / temperature)
         given = position + 1 < prompt_len
         chosen = jnp.where(given, tokens[position + 1], chosen.astype(tokens.dtype))
         return position + 1, tokens.at[position + 1].set(chosen), cache
@@ -86,8 +99,8 @@ def _decode(spec, params, fixed, tokens, prompt_len, temperature, key, *, greedy
 def continue_text(spec, params, fixed, tokenizer, prompt: str, **kwargs) -> str:
     """The text that the model puts after `prompt`; keywords as for `continue_ids`."""
     prompt_ids = tokenizer.with_start(tokenizer.encode(prompt))
-    new = continue_ids(spec, params, fixed, prompt_ids, end_id=tokenizer.eot_id, **kwargs)
-    return tokenizer.decode(new)
+    kwargs |= {"end_id": tokenizer.eot_id, "num_ids": tokenizer.vocab_size}
+    return tokenizer.decode(continue_ids(spec, params, fixed, prompt_ids, **kwargs))
 
 
 def main(argv) -> None:

@@ -37,19 +37,31 @@ FREE_KEYS = frozenset(
 )
 
 
-def identity_of(run: Run) -> checkpoint.Identity:
-    """What a checkpoint must agree with; defaults that follow other keys are written out."""
+# What a change of a key needs to be understood.
+HINTS = {
+    "config.optimizer.schedule_steps": (
+        "follows num_steps unless it is set; set it to the old value to keep the schedule"
+    )
+}
+
+
+def resolved_config(run: Run) -> config_lib.Config:
+    """The config with those defaults written out that follow other keys or the platform."""
     config = run.config
     optimizer = config.optimizer
     if optimizer.schedule_steps is None:
         optimizer = dataclasses.replace(optimizer, schedule_steps=config.num_steps)
     compute = dataclasses.replace(config.compute, dtype=jnp.dtype(run.program.compute.dtype).name)
-    resolved = dataclasses.replace(config, optimizer=optimizer, compute=compute)
+    return dataclasses.replace(config, optimizer=optimizer, compute=compute)
+
+
+def identity_of(run: Run) -> checkpoint.Identity:
+    """What a checkpoint must agree with."""
     return checkpoint.Identity(
-        seed=config.seed,
+        seed=run.config.seed,
         spec=json.loads(run.spec.to_json()),
-        config=config_lib.to_dict(resolved),
-        tokenizer_fingerprint=run.dataset.tokenizer.sha256,
+        config=config_lib.to_dict(resolved_config(run)),
+        tokenizer_fingerprint=run.dataset.tokenizer.fingerprint,
         data_fingerprint=run.dataset.fingerprint,
     )
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import signal
 from collections.abc import Iterator, Sequence
 
@@ -16,17 +17,24 @@ import jax
 import numpy as np
 
 from deconstruct import checkpoint, flops, generate, metrics, objective, sharding, step
+from deconstruct import config as config_lib
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.config import Config
 from deconstruct.data import loader
-from deconstruct.resume import FREE_KEYS, identity_of, starting_state, stored_form
-from deconstruct.setup import Run, choose_devices, open_workdir, set_up
+from deconstruct.resume import (
+    FREE_KEYS,
+    HINTS,
+    identity_of,
+    resolved_config,
+    starting_state,
+    stored_form,
+)
+from deconstruct.setup import CONFIG_FILE, SPEC_FILE, Run, choose_devices, open_workdir, set_up
 from deconstruct.step import TrainState
 
 _log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 48
-DIAGNOSED_ROWS = 1
 
 
 def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> None:
@@ -46,7 +54,7 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
     run = set_up(config, open_workdir(workdir), devices)
     identity = identity_of(run)
     with checkpoint.Checkpointer(
-        run.workdir, identity, free=FREE_KEYS, allowed=allow_change
+        run.workdir, identity, free=FREE_KEYS, allowed=allow_change, hints=HINTS
     ) as saved:
         state, tokens = starting_state(run, saved)
         write_facts(run, identity)
@@ -65,8 +73,8 @@ def write_facts(run: Run, identity: checkpoint.Identity) -> None:
     if jax.process_index() != 0:
         return
     for name, text in (
-        ("config.json", json.dumps(identity.config, indent=1)),
-        ("spec.json", run.spec.to_json()),
+        (CONFIG_FILE, json.dumps(identity.config, indent=1)),
+        (SPEC_FILE, run.spec.to_json()),
         (tokenizer_lib.FILE_NAME, run.dataset.tokenizer.json),
     ):
         partial = run.workdir / f"{name}.partial"
@@ -134,6 +142,9 @@ class Loop:
                         f"stopped by SIGTERM after step {number}, which is saved: run the same "
                         "command again to go on"
                     )
+            self.progress.say(
+                f"goodput {self.clock.goodput():.0%}: the time's share of later steps"
+            )
         return state
 
     def batches(self, start_step: int):
@@ -148,6 +159,7 @@ class Loop:
 
     def describe(self, state: TrainState) -> None:
         """What the run is, before it begins."""
+        print(config_lib.summary(resolved_config(self.setup)))
         print(f"layers of the model:\n{self.spec.table()}")
         params = flops.num_params(self.spec)
         held = {"parameters": state.params, "moments": state.opt_state}
@@ -158,6 +170,12 @@ class Loop:
             f"{self.spec.max_len} tokens a step; "
             f"{self.setup.dataset.num_rows('train'):,} rows in the training split"
         )
+        every = math.lcm(self.config.checkpoint_every, self.config.validate_every)
+        if every != self.config.checkpoint_every and self.config.data.validation:
+            print(
+                f"the best checkpoint is chosen every {every} steps, where one is both validated "
+                "and saved; a checkpoint_every that validate_every divides chooses among all"
+            )
 
     def act(self, number: int, state: TrainState, batch, stop: bool) -> None:
         """What is due after step `number` beside its log line; a save if the run is to stop."""
@@ -261,9 +279,8 @@ class Loop:
 
     def write_diagnostics(self, number: int, state: TrainState, batch) -> None:
         """Per-layer measures on the first row of the step's batch."""
-        tokens_BT = batch.tokens_BT[:DIAGNOSED_ROWS]
         with jax.set_mesh(self.setup.mesh):
-            found = jax.device_get(self.diagnose(state.params, state.fixed, tokens_BT))
+            found = jax.device_get(self.diagnose(state.params, state.fixed, batch))
         found["grad_norm"] = self.layer_grad_norm
         names = [layer.name for layer in self.spec.layers]
         by_layer = {
@@ -273,14 +290,17 @@ class Loop:
 
 
 def validation_loss(run: Run, validate_rows, state: TrainState, split: str, rows) -> tuple:
-    """(mean nats per token, bits per byte) of a split's fixed rows, summed in float64."""
+    """(mean nats per token, bits per byte) of a split's fixed rows, summed in float64.
+
+    A micro-batch of rows at a time, which fits wherever a training step does.
+    """
     nll_sum = weight_sum = bytes_sum = 0.0
     token_bytes = np.zeros(run.spec.vocab_size, np.int64)
     token_bytes[: run.dataset.vocab_size] = run.dataset.token_bytes
     for batch in loader.validation_batches(
         run.dataset,
         split=split,
-        batch_size=run.config.batch_size,
+        batch_size=run.config.batch_size // run.config.compute.micro_batches,
         num_rows=run.config.data.validation_rows,
         **rows,
     ):
@@ -333,17 +353,26 @@ def conclude(run: Run, state: TrainState) -> None:
             f"{split}: loss {float(loss):.4f} nats per token; "
             f"without any context (unigram entropy) it would be {entropy:.4f}"
         )
-    prompt = run.config.log.sample_prompt
-    if prompt is not None:
-        with jax.set_mesh(run.mesh):
-            text = generate.continue_text(
-                run.spec,
-                state.params,
-                state.fixed,
-                run.dataset.tokenizer,
-                prompt,
-                max_new_tokens=SAMPLE_TOKENS,
-                temperature=0.7,
-            )
-        print(f"sample: {prompt}[{text}]")
+    if run.config.log.sample_prompt is not None:
+        print_sample(run, state, run.config.log.sample_prompt)
     print(f"done: step {int(state.step)}; checkpoints in {run.workdir / checkpoint.FOLDER}")
+
+
+def print_sample(run: Run, state: TrainState, prompt: str) -> None:
+    """A continuation of `prompt`, as long as fits in max_len."""
+    tokenizer = run.dataset.tokenizer
+    room = run.spec.max_len - len(tokenizer.with_start(tokenizer.encode(prompt)))
+    if room < 1:
+        print(f"no sample: log.sample_prompt alone fills max_len={run.spec.max_len}")
+        return
+    with jax.set_mesh(run.mesh):
+        text = generate.continue_text(
+            run.spec,
+            state.params,
+            state.fixed,
+            tokenizer,
+            prompt,
+            max_new_tokens=min(SAMPLE_TOKENS, room),
+            temperature=0.7,
+        )
+    print(f"sample: {prompt}[{text}]")

@@ -6,12 +6,15 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
-from deconstruct import checkpoint, decoder, mixers, optim, sharding, step
+from deconstruct import decoder, mixers, optim, sharding, step
 from deconstruct.config import Config
 from deconstruct.data import loader, prepare
 from deconstruct.spec import ModelSpec
+
+CONFIG_FILE, SPEC_FILE = "config.json", "spec.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +60,15 @@ def open_workdir(workdir: str) -> pathlib.Path:
     """The run's directory, made and proven writable.
 
     Raises:
-      ValueError: a bucket, a place inside a run, or one that cannot be written.
+      ValueError: a bucket, a place inside another run, or one that cannot be written.
     """
     if "://" in workdir:
         raise ValueError(
             f"--workdir={workdir} is no local path; mount the bucket and name a folder"
         )
     folder = pathlib.Path(workdir).expanduser().resolve()
-    for inside in (folder, folder.parent):
-        if inside.name == checkpoint.FOLDER:
-            raise ValueError(f"--workdir={workdir} lies inside a run; its run is {inside.parent}")
+    if outer := next((path for path in folder.parents if (path / SPEC_FILE).is_file()), None):
+        raise ValueError(f"--workdir={workdir} lies inside a run; its run is {outer}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -78,13 +80,15 @@ def open_workdir(workdir: str) -> pathlib.Path:
 
 
 def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> Run:
-    """Data, model and mesh of a run."""
+    """Data, model and mesh of a run. What needs no data is refused before any is prepared."""
+    schedule = optim.make_schedule(config.learning_rate, config.num_steps, config.optimizer)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
     dataset = open_data(config)
     spec = mixers.resolve(config.model.build(config.max_len, dataset.vocab_size))
     dataset.check_vocabulary(spec.vocab_size)
-    program = make_program(config, spec, devices[0].platform)
-    mesh = make_mesh(config, spec, devices)
-    step.check_mesh(program, mesh)
+    check_rows(config, dataset)
+    program = make_program(config, spec, schedule, devices[0].platform)
+    check_mesh(config, program, mesh)
     text_ids = fixed_text(config, dataset) if "fixed_seq_qk" in decoder.stream_names(spec) else None
     return Run(config, folder, dataset, program, mesh, text_ids)
 
@@ -96,22 +100,30 @@ def open_data(config: Config) -> loader.PreparedDataset:
         raise ValueError(
             "data.path is missing: name a directory made by python -m deconstruct.data.prepare"
         )
-    path = pathlib.Path(data.path).expanduser()
     if data.prepare_source is not None:
         settings = prepare.PrepareSettings(
-            data.prepare_source, data.prepare_tokenizer, config.max_len, str(path)
+            data.prepare_source, data.prepare_tokenizer, config.max_len, data.path
         )
         prepare.prepare(settings)
-    dataset = loader.open_dataset(path)
+    dataset = loader.open_dataset(data.path)
     if dataset.max_len != config.max_len:
         raise ValueError(
-            f"{path} holds rows of max_len={dataset.max_len}, the config asks for "
+            f"{dataset.path} holds rows of max_len={dataset.max_len}, the config asks for "
             f"{config.max_len}: set max_len, or prepare the data with it"
         )
     return dataset
 
 
-def make_program(config: Config, spec: ModelSpec, platform: str) -> step.Program:
+def check_rows(config: Config, dataset: loader.PreparedDataset) -> None:
+    """Refuses splits and numbers of rows that the data does not have, before anything compiles."""
+    loader.check_batch(dataset, split="train", batch_size=config.batch_size)
+    for split in config.data.validation:
+        loader.rows_asked(dataset, split, config.data.validation_rows)
+
+
+def make_program(
+    config: Config, spec: ModelSpec, schedule: optax.Schedule, platform: str
+) -> step.Program:
     """What the config says of computing; "auto" is decided by the platform.
 
     Accelerators take bfloat16 and a scan over layers (they compile it four times faster); on CPU
@@ -122,7 +134,6 @@ def make_program(config: Config, spec: ModelSpec, platform: str) -> step.Program
         compute.dtype, jnp.bfloat16 if accelerator else jnp.float32
     )
     scan = accelerator if compute.layout == "auto" else compute.layout == "scan"
-    schedule = optim.make_schedule(config.learning_rate, config.num_steps, config.optimizer)
     return step.Program(
         spec=spec,
         optimizer=optim.make_optimizer(schedule, config.optimizer),
@@ -135,9 +146,9 @@ def make_program(config: Config, spec: ModelSpec, platform: str) -> step.Program
     )
 
 
-def make_mesh(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> Mesh:
-    """The mesh over all devices; refuses sizes that it does not divide."""
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+def check_mesh(config: Config, program: step.Program, mesh: Mesh) -> None:
+    """Refuses sizes that the mesh does not divide: the config's by name, then any parameter's."""
+    spec = program.spec
     rows = config.batch_size // config.compute.micro_batches
     sharding.check_sizes(
         mesh,
@@ -149,7 +160,7 @@ def make_mesh(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> Mes
             "model.num_kv_heads": (spec.num_kv_heads, "kv_heads"),
         },
     )
-    return mesh
+    step.check_mesh(program, mesh)
 
 
 def fixed_text(config: Config, dataset: loader.PreparedDataset) -> np.ndarray:

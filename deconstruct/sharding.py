@@ -38,9 +38,11 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1, devices=N
     rest, remainder = divmod(len(devices), fsdp * tensor)
     data = rest if data is None else data
     if remainder or data != rest:
+        given = f"fsdp={fsdp} x tensor={tensor}"
+        given = given if remainder else f"data={data} x {given}"
         raise ValueError(
-            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} does not cover {len(devices)} "
-            f"devices; make the product of mesh.data, mesh.fsdp and mesh.tensor {len(devices)}"
+            f"mesh {given} does not fit {len(devices)} device(s): the product of mesh.data, "
+            f"mesh.fsdp and mesh.tensor must be {len(devices)}"
         )
     return jax.make_mesh(
         (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices

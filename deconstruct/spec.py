@@ -261,6 +261,8 @@ def parse_layers(num_layers: int, text: str) -> tuple[LayerSpec, ...]:
       ValueError: a layer named twice, none at all, or outside 1..num_layers; a malformed word.
     """
     words = text.split()
+    if torn := next((word for word in words if word.count("[") != word.count("]")), None):
+        raise ValueError(f"layers {text!r}: no space may stand between the brackets of {torn!r}")
     located = [word for word in words if "@" in word]
     if located and len(located) != len(words):
         raise ValueError(f"layers {text!r}: give numbers (mixer@1,2) to every word or to none")

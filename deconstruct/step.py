@@ -225,17 +225,22 @@ def _split(program: Program, batch: Batch, index: int | None = None):
 
 
 def _hidden(program: Program, params, fixed, batch: Batch, stream_states=None):
-    isolate = program.isolate_documents
     return decoder.hidden(
         program.spec,
         params,
         fixed,
         batch.tokens_BT,
-        positions_BT=batch.positions_BT if isolate else None,
-        segments_BT=batch.segments_BT if isolate else None,
         compute=program.compute,
         stream_states=stream_states,
+        **_documents(program, batch),
     )
+
+
+def _documents(program: Program, batch: Batch) -> dict[str, jax.Array | None]:
+    """What mixers are told of the documents in the batch: nothing where they are not isolated."""
+    if not program.isolate_documents:
+        return {"positions_BT": None, "segments_BT": None}
+    return {"positions_BT": batch.positions_BT, "segments_BT": batch.segments_BT}
 
 
 def _layer_norms(spec: ModelSpec, grads) -> jax.Array:
@@ -256,8 +261,8 @@ def validation_step(program: Program, params, fixed, batch: Batch) -> tuple[jax.
     return nll_BT, batch.weights_BT, batch.targets_BT
 
 
-def diagnose(program: Program, params, fixed, tokens_BT: jax.Array) -> dict[str, jax.Array]:
-    """Per-layer measures on a few rows, each (layers,): where the paper's explanation shows.
+def diagnose(program: Program, params, fixed, batch: Batch) -> dict[str, jax.Array]:
+    """Per-layer measures on the first row, each (layers,): where the paper's explanation shows.
 
     Returns:
       largest_score: largest absolute pre-softmax score over visible pairs (section 6, figures 2
@@ -265,10 +270,17 @@ def diagnose(program: Program, params, fixed, tokens_BT: jax.Array) -> dict[str,
         enters the layer.
     """
     found = {"largest_score": [], "residual_rms": []}
-    ctx = mixers.MixerContext(positions_BT=jnp.zeros((1, 1), jnp.int32))
-    mask = visible(ctx, tokens_BT.shape[1])
+    row = jax.tree.map(lambda x_BT: x_BT[:1], batch)
+    documents = _documents(program, row)
+    mask = visible(mixers.MixerContext(**documents), row.tokens_BT.shape[1])
     looks = decoder.each_layer(
-        program.spec, params, fixed, tokens_BT, ["scores"], compute=program.compute
+        program.spec,
+        params,
+        fixed,
+        row.tokens_BT,
+        ["scores"],
+        compute=program.compute,
+        **documents,
     )
     for _, x_BTD, answers in looks:
         scores = answers["scores"]

@@ -71,6 +71,11 @@ class Tokenizer:
         self.eot_id = vocab[named[0]]
         self._refuse_spelled_control_tokens()
 
+    @property
+    def fingerprint(self) -> dict[str, str | int]:
+        """What a model trained on its ids depends on: the file, and the id that starts a text."""
+        return {"sha256": self.sha256, "start_id": self.eot_id}
+
     def _refuse_spelled_control_tokens(self) -> None:
         for control_id in sorted(self._control_ids):
             spelling = self._tokenizer.id_to_token(control_id)

@@ -12,6 +12,7 @@ from deconstruct import config as config_lib
 from deconstruct import entry, host_memory
 
 _CONFIG = entry.define_config_flag()
+flags.declare_key_flag("config")
 _WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run; made when it is not there")
 _ALLOW_CHANGE = flags.DEFINE_multi_string(
     "allow_change",
@@ -24,7 +25,7 @@ _ALLOW_CHANGE = flags.DEFINE_multi_string(
 def main(argv) -> None:
     del argv
     for name, value in (("config", _CONFIG.value), ("workdir", _WORKDIR.value)):
-        if value is None:
+        if not value:
             raise ValueError(
                 f"--{name} is missing; for example: python -m deconstruct.train "
                 "--config=configs/quickstart.py --workdir=runs/quickstart"

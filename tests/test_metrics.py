@@ -78,8 +78,14 @@ class TestRecord:
         write_steps(tmp_path, range(1, 8))
         write_steps(tmp_path, [5, 6], restored_step=4)
         assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
-        write_steps(tmp_path, [1], restored_step=None)
-        assert steps_in(tmp_path) == [1]
+
+    def test_a_run_that_begins_sets_older_records_aside(self, tmp_path):
+        written = []
+        for last in (2, 3, 4):
+            write_steps(tmp_path, range(1, last), restored_step=None)
+            written.append((tmp_path / "metrics.jsonl").read_bytes())
+        assert steps_in(tmp_path) == [1, 2, 3]
+        assert [(tmp_path / f"metrics.jsonl.{n}").read_bytes() for n in (1, 2)] == written[:2]
 
     def test_a_line_cut_short_by_a_kill_is_dropped_wherever_it_was_cut(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -1,12 +1,16 @@
 """Whole runs: resume bit for bit, kills, refusals, non-finite steps, the command line."""
 
+import dataclasses
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
+import devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +18,9 @@ import pytest
 import tiny_run
 
 from deconstruct import checkpoint, run
-from deconstruct.data import loader
+from deconstruct.data import loader, sources
+
+HELP = ["-m", "deconstruct.train", "--help"]
 
 # Losses of one run on other device counts: sums in another order, through Adam's first steps.
 MESH_TOLERANCE = 2e-4
@@ -91,17 +97,26 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, config_file, unbroken, whe
         "during a save": lambda: any((workdir / "checkpoints").glob("*tmp*")),
         "between saves": lambda: last_step(workdir) >= 7,
     }
-    process = subprocess.Popen(
-        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not moments[when]() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    kill_when(command, moments[when])
     done = tiny_run.run_command(command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert tiny_run.facts(workdir) == tiny_run.facts(unbroken)
+
+
+def kill_when(command, reached, optimised=False):
+    """Starts a command and kills it as soon as `reached()`."""
+    process = subprocess.Popen(
+        command,
+        cwd=tiny_run.ROOT,
+        env=devices.environment(1, optimised),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not reached() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
 @pytest.mark.slow
@@ -144,7 +159,7 @@ def test_a_finished_run_does_nothing_again(unbroken, config_file, tmp_path, caps
     "arg, changes, named",
     [
         ("non_approximate,even", {"learning_rate": 1e-3}, "config.learning_rate"),
-        ("non_approximate,even", {"optimizer__schedule_steps": 30}, "schedule_steps"),
+        ("non_approximate,even", {"optimizer__schedule_steps": None}, "follows num_steps unless"),
         ("non_approximate,even", {"seed": 1}, "config.seed"),
         ("rnd_emb_qk,even", {}, "spec.layers.1.mixer"),
         ("non_approximate,even", {"model__num_layers": 4}, "config.model.num_layers"),
@@ -255,11 +270,39 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_by_name(config_file, t
     assert "nearest sizes that do: 32 or 34" in message
 
 
-def test_a_vocabulary_too_small_is_refused_before_compiling(config_file, tmp_path):
-    """T2."""
-    config = tiny_run.load_config(config_file, model__vocab_size=100)
-    with pytest.raises(ValueError, match="outside the model's vocabulary of 100"):
-        run.train(config, str(tmp_path / "run"))
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"model__vocab_size": 100}, "outside the model's vocabulary of 100"),
+        ({"data__validation": ("valid",)}, "has no split 'valid', only train, validation"),
+        ({"data__validation_rows": 10_000}, "10000 were asked for"),
+        ({"batch_size": 10_000}, "fewer than one batch of 10000"),
+        ({"data__path": "gs://bucket/rows"}, "gs://bucket/rows is no local path"),
+    ],
+)
+def test_what_the_data_lacks_is_refused_before_compiling(config_file, tmp_path, changes, said):
+    """T2, F2: and an older record in the workdir stays."""
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    before = snapshot(workdir)
+    with pytest.raises(ValueError, match=said):
+        run.train(tiny_run.load_config(config_file, **changes), str(workdir))
+    assert snapshot(workdir) == before
+
+
+def test_a_sample_is_as_long_as_fits(config_file, tmp_path, capsys):
+    """Fixed streams end at max_len; ids that only the model has are never chosen."""
+    config = tiny_run.load_config(
+        config_file, "rnd_emb_qk,even", num_steps=1, model__vocab_size=2000, log__sample_prompt="a"
+    )
+    run.train(config, str(tmp_path / "run"))
+    assert "sample: a[" in capsys.readouterr().out
+    config = dataclasses.replace(
+        config, log=dataclasses.replace(config.log, sample_prompt="a b " * 40)
+    )
+    run.train(config, str(tmp_path / "run"))
+    assert "log.sample_prompt alone fills max_len=32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -267,8 +310,10 @@ def test_a_vocabulary_too_small_is_refused_before_compiling(config_file, tmp_pat
     [
         ("{run}/checkpoints", "inside a run"),
         ("{run}/checkpoints/12", "inside a run"),
+        ("{run}/checkpoints/12/weights/run", "inside a run"),
+        ("{run}/tensorboard", "inside a run"),
         ("gs://bucket/run", "no local path"),
-        ("{run}/metrics.jsonl/run", "cannot be written"),
+        ("/dev/null/run", "cannot be written"),
     ],
 )
 def test_workdirs_that_cannot_be_one(unbroken, config_file, workdir, said):
@@ -296,9 +341,14 @@ def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeyp
         (["--config.num_steps=many"], "num_steps"),
         (["--config.num_steps=None"], "must have a value"),
         (["--config.num_steps=-1"], "num_steps must be positive"),
+        (["--config.learning_rate=inf"], "learning_rate must be positive"),
+        (["--config.seed=4294967296"], "seed must be at least 0 and below 2**32"),
+        (["--config.model.layers=standard mlp"], "FILE.py:standard,uniform"),
+        (["--workdir="], "--workdir is missing"),
         (["--config.model.plan=evn"], "did you mean 'even'?"),
         (["--config.model.mixer=standrad"], "did you mean 'standard'?"),
         (["--config.model.mixer=mlp[widht=3]"], "did you mean 'width'?"),
+        (["--config.model.mixer=mlp[width=True]"], "width must be a positive integer"),
         (["--config.seed=1", "--config.seed=2"], "given twice"),
         (["--workdirr=x"], "workdir"),
         (["stray"], "stray"),
@@ -323,6 +373,11 @@ def test_wrong_flags_are_one_line_within_two_seconds(config_file, tmp_path, flag
         ("config.learning_rate = 'high'", "learning_rate"),
         ("raise ValueError('my own reason')", "my own reason"),
         ("config.data.pth = 'x'", "'data.path'"),
+        (
+            "config.modle.num_layers = 3",
+            "wrong.py: unknown config key 'modle'; did you mean 'model'",
+        ),
+        ("config.xyzzy.num_layers = 3", "wrong.py: unknown config key 'xyzzy'"),
     ],
 )
 def test_wrong_config_files_are_one_line(config_file, tmp_path, line, said):
@@ -338,9 +393,42 @@ def test_wrong_config_files_are_one_line(config_file, tmp_path, line, said):
 
 def test_help_needs_no_jax():
     begin = time.monotonic()
-    done = tiny_run.run_command([*tiny_run.command("x", "y")[:3], "--help"])
-    assert "--workdir" in done.stdout
+    done = tiny_run.run_command([sys.executable, "-X", "importtime", *HELP])
+    assert done.returncode == 0
+    assert "--workdir" in done.stdout and "--config" in done.stdout
+    assert "ml_collections" in done.stderr and " jax" not in done.stderr
     assert time.monotonic() - begin < 3
+
+
+def test_a_wrong_key_is_refused_before_jax(config_file, tmp_path):
+    """F1: no device backend is touched, for JAX is not even imported."""
+    python, *command = tiny_run.command(config_file, tmp_path / "run", "--config.sed=1")
+    done = tiny_run.run_command([python, "-X", "importtime", *command])
+    assert "did you mean 'seed'?" in done.stderr.splitlines()[-1]
+    assert " jax" not in done.stderr
+
+
+@pytest.mark.slow
+def test_quickstart_killed_at_three_moments_ends_the_same(tmp_path):
+    """The command of the README, shortened: one run, killed and begun again three times."""
+    if importlib.util.find_spec(sources.WIKI_MODULE) is None:
+        pytest.skip(f"{sources.WIKI_PACKAGE} is not installed")
+    settings = {"num_steps": 12, "checkpoint_every": 4, "validate_every": 4, "log_every": 1}
+    settings |= {"data.path": tmp_path / "data", "data.validation_rows": 8, "max_len": 64}
+    settings["optimizer.warmup_steps"] = 2
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    whole = tiny_run.command("configs/quickstart.py", tmp_path / "whole", *flags)
+    done = tiny_run.run_command(whole, optimised=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "sample: The city of[" in done.stdout and "unigram entropy" in done.stdout
+    workdir = tmp_path / "run"
+    command = tiny_run.command("configs/quickstart.py", workdir, *flags)
+    for moment in (2, 5, 9):
+        kill_when(command, lambda moment=moment: last_step(workdir) >= moment, optimised=True)
+    done = tiny_run.run_command(command, optimised=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resuming from step" in done.stdout
+    assert tiny_run.facts(workdir) == tiny_run.facts(tmp_path / "whole")
 
 
 def test_a_platform_that_is_not_here_names_the_install_line(config_file, tmp_path):

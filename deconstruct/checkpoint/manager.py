@@ -48,6 +48,7 @@ class Checkpointer:
       free: dotted keys (`config.log_every`; a key covers all below it) that may differ from the
         stored identity, because no loss depends on them (logged as information).
       allowed: dotted keys whose change the user asked for (logged as a warning).
+      hints: dotted key -> what a refusal should say besides.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Checkpointer:
         keep_latest: int = 2,
         free: Collection[str] = (),
         allowed: Collection[str] = (),
+        hints: Mapping[str, str] | None = None,
     ):
         self.directory = reading.resolve(workdir) / reading.FOLDER
         self._identity = identity
+        self._hints = hints or {}
         self._policy = _NewestAndBest(keep_latest)
         self._free, self._allowed = frozenset(free), frozenset(allowed)
         self._manager: ocp.CheckpointManager | None = None
@@ -223,7 +226,8 @@ class Checkpointer:
             elif covered(key, self._free):
                 _log.info("resuming from step %d with %s: %s", step, key, change)
             else:
-                refused.append(f"{key}: {change}")
+                hint = f" ({self._hints[key]})" if key in self._hints else ""
+                refused.append(f"{key}: {change}{hint}")
         if refused:
             raise ValueError(
                 f"checkpoint step {step} in {self.directory} belongs to another run "

@@ -165,12 +165,7 @@ def training_batches(
       ValueError: fewer rows than a batch, a batch that hosts cannot share, a seed out of range.
     """
     share = _host_share(batch_size, process_index, process_count)
-    num_rows = dataset.num_rows(split)
-    if num_rows < batch_size:
-        raise ValueError(
-            f"{dataset.path}: split {split!r} has {num_rows} rows of {dataset.max_len + 1} tokens, "
-            f"fewer than one batch of {batch_size}; lower batch_size, or prepare more data"
-        )
+    check_batch(dataset, split=split, batch_size=batch_size)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain reads its flags whoever called us, absl.app or not
     batches = _TrainingBatches(dataset, split, batch_size, share, seed, start_step)
@@ -183,6 +178,16 @@ def training_batches(
         )
     )
     return _iterate(pipeline)
+
+
+def check_batch(dataset: PreparedDataset, *, split: str, batch_size: int) -> None:
+    """Raises ValueError for a split with fewer rows than one batch."""
+    num_rows = dataset.num_rows(split)
+    if num_rows < batch_size:
+        raise ValueError(
+            f"{dataset.path}: split {split!r} has {num_rows} rows of {dataset.max_len + 1} tokens, "
+            f"fewer than one batch of {batch_size}; lower batch_size, or prepare more data"
+        )
 
 
 def validation_batches(
@@ -200,7 +205,7 @@ def validation_batches(
       ValueError: more rows than there are, a batch that hosts cannot share.
     """
     share = _host_share(batch_size, process_index, process_count)
-    num_rows = _rows_asked(dataset, split, num_rows)
+    num_rows = rows_asked(dataset, split, num_rows)
 
     def batches() -> Iterator[packing.Batch]:
         for first in range(0, num_rows, batch_size):
@@ -216,7 +221,7 @@ def num_validation_batches(
     dataset: PreparedDataset, *, split: str, batch_size: int, num_rows: int | None = None
 ) -> int:
     """How many batches `validation_batches` yields, on every host."""
-    return math.ceil(_rows_asked(dataset, split, num_rows) / batch_size)
+    return math.ceil(rows_asked(dataset, split, num_rows) / batch_size)
 
 
 def epoch_of(dataset: PreparedDataset, *, split: str, batch_size: int, step: int) -> int:
@@ -318,7 +323,8 @@ def _host_share(batch_size: int, process_index: int, process_count: int) -> rang
     return range(process_index * local, (process_index + 1) * local)
 
 
-def _rows_asked(dataset: PreparedDataset, split: str, num_rows: int | None) -> int:
+def rows_asked(dataset: PreparedDataset, split: str, num_rows: int | None) -> int:
+    """`num_rows`, or where it is None all rows of the split; ValueError where it has fewer."""
     there = dataset.num_rows(split)
     if num_rows is None:
         return there

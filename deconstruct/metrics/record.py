@@ -4,7 +4,8 @@
 that JSON lacks is written as the string "NaN", "Infinity" or "-Infinity", so every line is plain
 JSON and `float(value)` gives the number back.
 
-A run that resumes from step N continues these records as if steps after N had never been:
+A run that begins sets an older metrics.jsonl aside as metrics.jsonl.1 (.2, ...). One that resumes
+from step N continues these records as if steps after N had never been:
 - metrics.jsonl is rewritten without them (under a temporary name, then renamed); a last line that
   a kill cut short is dropped;
 - TensorBoard events of each start lie in a file of their own, which opens with the mark that makes
@@ -15,6 +16,7 @@ A run that resumes from step N continues these records as if steps after N had n
 So everything of step N must be written before the checkpoint of step N is saved.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -34,8 +36,8 @@ class MetricsWriter:
 
     Args:
       workdir: the run's directory, which exists.
-      restored_step: the step the run resumes from; None for a run that begins. Records of later
-        steps (all records, where the run begins) are cut away as the top of this file says.
+      restored_step: the step the run resumes from; None for a run that begins. Older records are
+        cut back or set aside as the top of this file says.
       tensorboard: whether TensorBoard events are written.
       wandb_project: project of Weights & Biases, whose other settings come from its own environment
         variables; None leaves it out.
@@ -58,7 +60,10 @@ class MetricsWriter:
         if wandb_project is not None:
             self._wandb = _start_wandb(workdir, restored_step, wandb_project)
         self._path = workdir / METRICS_FILE
-        cut_back(self._path, restored_step)
+        if restored_step is None:
+            set_aside(self._path)
+        else:
+            cut_back(self._path, restored_step)
         self._file = self._path.open("a", encoding="utf-8")
         if tensorboard:
             self._events = _open_events(workdir / TENSORBOARD_FOLDER, restored_step)
@@ -115,18 +120,25 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [record for record, _ in _lines(pathlib.Path(path))]
 
 
-def cut_back(path: pathlib.Path, restored_step: int | None) -> None:
-    """Removes the records after `restored_step` (all where None) and a torn last line, atomically.
+def set_aside(path: pathlib.Path) -> None:
+    """Renames a record that no checkpoint goes on from, to the first free of PATH.1, PATH.2, ..."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    aside = next(
+        p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists()
+    )
+    _log.warning("%s is of a run without a checkpoint; it is kept as %s", path, aside.name)
+    path.rename(aside)
+
+
+def cut_back(path: pathlib.Path, restored_step: int) -> None:
+    """Removes the records after `restored_step` and a torn last line, atomically.
 
     The file is left alone where there is nothing to remove.
     """
     if not path.exists():
         return
-    kept = b"".join(
-        line
-        for record, line in _lines(path)
-        if restored_step is not None and record["step"] <= restored_step
-    )
+    kept = b"".join(line for record, line in _lines(path) if record["step"] <= restored_step)
     before = path.read_bytes()
     if kept == before:
         return

@@ -89,7 +89,7 @@ class RndEmbQKOptions:
     def __post_init__(self):
         if not self.sigma > 0:
             raise ValueError(f"sigma must be positive, not {self.sigma!r}")
-        if not isinstance(self.seed, int):
+        if type(self.seed) is not int:
             raise ValueError(f"seed must be an integer, not {self.seed!r}")
 
 

@@ -18,7 +18,7 @@ class MLPOptions:
     width: int | None = None
 
     def __post_init__(self):
-        if self.width is not None and (not isinstance(self.width, int) or self.width < 1):
+        if self.width is not None and (type(self.width) is not int or self.width < 1):
             raise ValueError(f"width must be a positive integer or None, not {self.width!r}")
 
 
