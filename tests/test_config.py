@@ -240,8 +240,8 @@ def test_numbers_out_of_range_are_refused(key):
         ({"model__num_heads": 3}, "num_heads=3 does not divide model_dim=256"),
         ({"model__plan": "evn"}, "did you mean 'even'?"),
         ({"model__layers": "mlp mlp"}, "leaves out layer 3 of 4"),
-        ({"model__layers": "mlp@1-4", "model__mixer": "mlp"}, "model.layers names every layer by itself, yet"),
-        ({"model__layers": "mlp@1-4", "model__plan": "even"}, "model.layers names every layer by itself, yet"),
+        ({"model__layers": "mlp@1-4", "model__mixer": "mlp"}, "names every layer by itself, yet"),
+        ({"model__layers": "mlp@1-4", "model__plan": "even"}, "names every layer by itself, yet"),
     ],
 )
 def test_runs_that_cannot_be(overrides, message):
