@@ -5,7 +5,6 @@ import importlib.util
 import json
 import pathlib
 import platform
-import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import time
 
 import data_corpus
+import devices
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -428,8 +428,7 @@ def test_units_keep_splits_apart_and_near_their_size():
 
 
 KILLED_WORKER = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
+import os, signal
 import data_corpus
 from deconstruct import entry
 from deconstruct.data import prepare, units
@@ -448,9 +447,13 @@ if __name__ == "__main__":
 """
 
 
-def run_command(*arguments, **options):
-    command = [sys.executable, "-m", "deconstruct.data.prepare", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+def run_command(*arguments):
+    return run_python("-m", "deconstruct.data.prepare", *arguments)
+
+
+def run_python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=devices.environment(1), capture_output=True, text=True)
 
 
 def test_command(tmp_path):
@@ -480,16 +483,19 @@ def test_errors_of_the_command_are_one_line(tmp_path, arguments, message):
     assert not failed.stdout
 
 
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, {num_bytes}))
+runpy.run_module("deconstruct.data.prepare", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("num_bytes", [1_000, 30_000])  # too few for the tokenizer, for a shard
 def test_full_disk_is_one_line(source, tmp_path, num_bytes):
     """Limited in the size of a file; nothing else in the way of writing can be had everywhere."""
-    failed = run_command(
-        f"--source={source}",
-        "--tokenizer=bpe:257",
-        "--max_len=32",
-        f"--output={tmp_path / 'data'}",
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes)),
-    )
+    arguments = ["--tokenizer=bpe:257", "--max_len=32", f"--output={tmp_path / 'data'}"]
+    program = FULL_DISK.format(num_bytes=num_bytes)
+    failed = run_python("-c", program, f"--source={source}", *arguments)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
     last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"error: preparing {tmp_path / 'data'} stopped (")
@@ -498,12 +504,11 @@ def test_full_disk_is_one_line(source, tmp_path, num_bytes):
 
 def test_command_of_a_killed_worker_is_one_line(tmp_path):
     program = KILLED_WORKER.format(
-        tests=str(pathlib.Path(__file__).parent),
         source=str(data_corpus.write_source(tmp_path / "source")),
         output=str(tmp_path / "data"),
     )
     script = tmp_path / "killed_worker.py"
     script.write_text(program)
-    failed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    failed = run_python(script)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
     assert failed.stderr.splitlines()[-1].startswith("error: a preparation process was killed")
