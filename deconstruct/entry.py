@@ -19,7 +19,7 @@ _CONFIG_FLAG = "config"
 _OVERRIDE = re.compile(r"--?config\.([\w.]+)(?:=(.*))?", re.DOTALL)
 _MISSING_KEY = re.compile(r'Key "(\w+)" does not exist')
 _MISSING_GROUP = re.compile(r"""["'\\]+(\w+)["'\\]+($|\s|\\n)""")
-_HELP = ("--help", "-help", "--helpshort", "--helpfull", "-h", "-?")
+HELP = ("--help", "-help", "--helpshort", "--helpfull", "-h", "-?")
 
 
 def one_line_errors(main: Callable) -> Callable:
@@ -58,7 +58,7 @@ def parse_flags(args: list[str]) -> list[str]:
     Exits with status 1 and one line for an unknown flag or key, a value that does not parse, or a
     config file that does not load.
     """
-    if any(arg in _HELP for arg in args):
+    if any(arg in HELP for arg in args):
         app.usage(shorthelp="--helpfull" not in args, writeto_stdout=True, exitcode=0)
     args, unset, seen, file = list(args), [], set(), None
     try:

@@ -142,9 +142,8 @@ class Loop:
                         f"stopped by SIGTERM after step {number}, which is saved: run the same "
                         "command again to go on"
                     )
-            self.progress.say(
-                f"goodput {self.clock.goodput():.0%}: the time's share of later steps"
-            )
+            share = self.clock.goodput()
+            self.progress.say(f"goodput {share:.0%}: the time's share of steps after the first")
         return state
 
     def batches(self, start_step: int):

@@ -13,9 +13,11 @@ BENCHMARKS = {"train": "tools.bench.train"}
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        sys.exit(
-            f"error: no benchmark {name!r}; usage: python -m tools.bench {'|'.join(BENCHMARKS)}"
-        )
+        known = ", ".join(BENCHMARKS)
+        if name in entry.HELP:
+            print(f"{__doc__} Benchmarks: {known}.")
+            return
+        sys.exit(f"error: no benchmark {name!r}; there are: {known}")
     del sys.argv[1]
     module = importlib.import_module(BENCHMARKS[name])
     flags.adopt_module_key_flags(module)  # so that --help lists them
