@@ -93,7 +93,7 @@ def test_an_unknown_benchmark_is_an_error_with_the_names():
         [sys.executable, "-m", "tools.bench", "trian"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr == "error: no benchmark 'trian'; usage: python -m tools.bench train\n"
+    assert done.stderr == "error: no benchmark 'trian'; there are: train\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the peer is not installed")
