@@ -10,8 +10,7 @@ import functools
 import json
 import logging
 import math
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ from deconstruct.resume import (
 )
 from deconstruct.setup import CONFIG_FILE, SPEC_FILE, Run, choose_devices, open_workdir, set_up
 from deconstruct.step import TrainState
+from deconstruct.stopping import Stop
 
 _log = logging.getLogger(__name__)
 
@@ -48,24 +48,25 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
 
     Raises:
       ValueError: whatever the user can mend: config, data, workdir, a checkpoint of another run, a
-        step that is not finite.
+        step that is not finite, a stop by SIGTERM after a new step was saved.
     """
-    devices = choose_devices(config.compute.platform)
-    run = set_up(config, open_workdir(workdir), devices)
-    identity = identity_of(run)
-    with checkpoint.Checkpointer(
-        run.workdir, identity, free=FREE_KEYS, allowed=allow_change, hints=HINTS
-    ) as saved:
-        state, tokens = starting_state(run, saved)
-        write_facts(run, identity)
-        with metrics.MetricsWriter(
-            run.workdir,
-            restored_step=int(state.step) or None,
-            tensorboard=config.log.tensorboard,
-            wandb_project=config.log.wandb_project,
-        ) as writer:
-            state = Loop(run, saved, writer, tokens).run(state)
-    conclude(run, state)
+    with Stop() as stop:
+        devices = choose_devices(config.compute.platform)
+        run = set_up(config, open_workdir(workdir), devices)
+        identity = identity_of(run)
+        with checkpoint.Checkpointer(
+            run.workdir, identity, free=FREE_KEYS, allowed=allow_change, hints=HINTS
+        ) as saved:
+            state, tokens = starting_state(run, saved)
+            write_facts(run, identity)
+            with metrics.MetricsWriter(
+                run.workdir,
+                restored_step=int(state.step) or None,
+                tensorboard=config.log.tensorboard,
+                wandb_project=config.log.wandb_project,
+            ) as writer:
+                state = Loop(run, saved, writer, tokens, stop).run(state)
+        conclude(run, state)
 
 
 def write_facts(run: Run, identity: checkpoint.Identity) -> None:
@@ -83,7 +84,7 @@ def write_facts(run: Run, identity: checkpoint.Identity) -> None:
 
 
 class Loop:
-    """Steps, logs, validates and saves until num_steps.
+    """Steps, logs, validates and saves until num_steps, or until SIGTERM asks to stop.
 
     The metrics of a step are fetched after the next one is dispatched, so that the device never
     waits for the host. Before anything that depends on them (validation, a save) they are caught
@@ -96,9 +97,10 @@ class Loop:
         saved: checkpoint.Checkpointer,
         writer: metrics.MetricsWriter,
         tokens: int,
+        stop: Stop,
     ):
         self.setup, self.config, self.spec = run, run.config, run.spec
-        self.saved, self.writer, self.tokens = saved, writer, tokens
+        self.saved, self.writer, self.tokens, self.stop = saved, writer, tokens, stop
         self.rows = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.clock = metrics.Clock(
             flops_per_token=flops.train_flops_per_token(self.spec, self.config.batch_size),
@@ -116,6 +118,8 @@ class Loop:
     def run(self, state: TrainState) -> TrainState:
         """The state after num_steps."""
         first, last = int(state.step), self.config.num_steps
+        self.progress = metrics.Progress(last, first)
+        self.make_up_validation(first, state)
         if first == last:
             print(f"all {last} steps are done; nothing is left to train")
             return state
@@ -123,21 +127,20 @@ class Loop:
         batch_shape = step.abstract_batch(self.spec, self.config.batch_size, self.setup.mesh)
         print("compiling the train step ...")
         train_step = step.compile_train_step(self.setup.program, self.setup.mesh, batch_shape)
-        self.progress = metrics.Progress(last, first)
         with (
             contextlib.closing(self.batches(first)) as batches,
             contextlib.closing(self.progress),
-            stop_on_sigterm() as stopped,
         ):
             self.clock.start()
             for number in range(first + 1, last + 1):
                 batch = sharding.place_batch(next(batches), self.setup.mesh)
+                self.stop.hold()
                 state, fetched_later = train_step(state, batch)
                 self.catch_up()
                 self.pending = (number, fetched_later)
-                stop = bool(stopped)  # once, for a signal may come at any moment
-                self.act(number, state, batch, stop)
-                if stop:
+                saved = self.act(number, state, batch)
+                if saved and self.stop.asked:
+                    self.saved.wait()
                     raise ValueError(
                         f"stopped by SIGTERM after step {number}, which is saved: run the same "
                         "command again to go on"
@@ -176,17 +179,21 @@ class Loop:
                 "and saved; a checkpoint_every that validate_every divides chooses among all"
             )
 
-    def act(self, number: int, state: TrainState, batch, stop: bool) -> None:
-        """What is due after step `number` beside its log line; a save if the run is to stop."""
+    def due(self, number: int, every: int | None) -> bool:
+        """Whether what comes `every` so many steps, and after the last, comes after `number`."""
+        return every is not None and (number % every == 0 or number == self.config.num_steps)
 
-        def due(every: int | None) -> bool:
-            return every is not None and (number % every == 0 or number == self.config.num_steps)
+    def act(self, number: int, state: TrainState, batch) -> bool:
+        """What is due after step `number` beside its log line; returns whether it was saved.
 
-        validate, diagnose = due(self.config.validate_every), due(self.config.log.diagnose_every)
-        save = due(self.config.checkpoint_every) or stop
-        if not (validate or diagnose or save):
+        It is saved if the run is to stop, too.
+        """
+        validate = self.due(number, self.config.validate_every)
+        diagnose = self.due(number, self.config.log.diagnose_every)
+        save = self.due(number, self.config.checkpoint_every)
+        if not (validate or diagnose or save or self.stop.asked):
             self.saved.check()
-            return
+            return False
         self.catch_up()
         loss = None
         with self.clock.pause():
@@ -194,6 +201,7 @@ class Loop:
                 self.write_diagnostics(number, state, batch)
             if validate:
                 loss = self.validate(number, state)
+            save = save or self.stop.asked  # asked once: a signal may come at any moment
             if save:
                 weights, optimizer = stored_form(self.setup.program, state)
                 self.saved.save(
@@ -204,6 +212,7 @@ class Loop:
                     tokens=self.tokens,
                     validation_loss=loss,
                 )
+        return save
 
     def catch_up(self) -> None:
         """Fetches and reports the step whose metrics are still on the device."""
@@ -266,15 +275,34 @@ class Loop:
             "set --config.non_finite.policy=skip"
         )
 
-    def validate(self, number: int, state: TrainState) -> float | None:
-        """Loss and bits per byte on each held-out split; the first one's loss is returned."""
+    def validate(self, number: int, state: TrainState, done: Collection[str] = ()) -> float | None:
+        """Loss and bits per byte on each held-out split; the first one's loss is returned.
+
+        Splits in `done` are left out. SIGTERM breaks it off, so that the step is saved before the
+        machine is gone; what is missing is made up for when the run goes on.
+        """
         losses = []
         for split in self.config.data.validation:
-            loss, bits = validation_loss(self.setup, self.validate_rows, state, split, self.rows)
+            if split in done:
+                continue
+            found = validation_loss(
+                self.setup, self.validate_rows, state, split, self.rows, self.stop
+            )
+            if found is None:
+                break
+            loss, bits = found
             self.writer.write("validation", number, {"loss": loss, "bits_per_byte": bits}, split)
             self.progress.say(f"step {number}  {split}: loss {loss:.4f}, {bits:.4f} bits per byte")
             losses.append(loss)
         return losses[0] if losses else None
+
+    def make_up_validation(self, number: int, state: TrainState) -> None:
+        """What a stop left out of the validation after the step that the run resumes from."""
+        if number == 0 or not self.due(number, self.config.validate_every):
+            return
+        records = metrics.read_metrics(self.setup.workdir / metrics.METRICS_FILE)
+        mine = (r for r in records if r["kind"] == "validation" and r["step"] == number)
+        self.validate(number, state, done=[record["name"] for record in mine])
 
     def write_diagnostics(self, number: int, state: TrainState, batch) -> None:
         """Per-layer measures on the first row of the step's batch."""
@@ -288,10 +316,13 @@ class Loop:
         self.writer.write("diagnostics", number, by_layer)
 
 
-def validation_loss(run: Run, validate_rows, state: TrainState, split: str, rows) -> tuple:
+def validation_loss(
+    run: Run, validate_rows, state: TrainState, split: str, rows, stop: Stop
+) -> tuple[float, float] | None:
     """(mean nats per token, bits per byte) of a split's fixed rows, summed in float64.
 
-    A micro-batch of rows at a time, which fits wherever a training step does.
+    A micro-batch of rows at a time, which fits wherever a training step does. None if the run is to
+    stop.
     """
     nll_sum = weight_sum = bytes_sum = 0.0
     token_bytes = np.zeros(run.spec.vocab_size, np.int64)
@@ -303,6 +334,8 @@ def validation_loss(run: Run, validate_rows, state: TrainState, split: str, rows
         num_rows=run.config.data.validation_rows,
         **rows,
     ):
+        if stop.asked:
+            return None
         placed = sharding.place_batch(batch, run.mesh)
         with jax.set_mesh(run.mesh):
             found = jax.device_get(validate_rows(state.params, state.fixed, placed))
@@ -322,21 +355,6 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
 def bytes_per_device(tree) -> int:
     """Bytes of a tree's arrays on this process's first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-
-
-@contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[list]:
-    """A list that is empty until SIGTERM asks to stop; the handler before it comes back after."""
-    asked: list[int] = []
-    try:
-        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    except ValueError:  # not the main thread, where no handler can be set
-        yield asked
-        return
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def conclude(run: Run, state: TrainState) -> None:

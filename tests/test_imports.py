@@ -17,6 +17,7 @@ EDGES = {
     "tokenizer": set(),
     "sharding": set(),
     "host_memory": set(),
+    "stopping": set(),
     "layers": {"spec", "sharding"},
     "kernels": {"sharding", "spec"},
     "mixers": {"spec", "layers", "kernels", "sharding"},
@@ -40,7 +41,7 @@ EDGES = {
     "resume": {"checkpoint", "config", "layouts", "setup", "step"},
     "run": {
         "checkpoint", "config", "data", "flops", "generate", "metrics", "objective", "resume",
-        "setup", "sharding", "step", "tokenizer",
+        "setup", "sharding", "step", "stopping", "tokenizer",
     },
     "train": {"config", "entry", "host_memory", "mixers", "run"},
 }  # fmt: skip

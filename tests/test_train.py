@@ -2,8 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
-import os
 import shutil
 import signal
 import subprocess
@@ -93,9 +91,9 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, config_file, unbroken, whe
     workdir = tmp_path / "run"
     command = tiny_run.command(config_file, workdir)
     moments = {
-        "before the first save": lambda: last_step(workdir) >= 2,
+        "before the first save": lambda: tiny_run.last_step(workdir) >= 2,
         "during a save": lambda: any((workdir / "checkpoints").glob("*tmp*")),
-        "between saves": lambda: last_step(workdir) >= 7,
+        "between saves": lambda: tiny_run.last_step(workdir) >= 7,
     }
     kill_when(command, moments[when])
     done = tiny_run.run_command(command)
@@ -137,15 +135,6 @@ def test_a_run_moves_to_another_mesh(tmp_path, config_file, unbroken):
         # The run that stopped at step 9 validated there too.
         np.testing.assert_allclose(losses[0][-1], losses[1][-1], rtol=MESH_TOLERANCE)
     np.testing.assert_allclose(losses[0][:2], losses[1][:2], rtol=MESH_TOLERANCE)
-
-
-def last_step(workdir) -> int:
-    """The newest train step on record; 0 before any."""
-    try:
-        lines = (workdir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return 0
-    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def test_a_finished_run_does_nothing_again(unbroken, config_file, tmp_path, capsys):
@@ -225,36 +214,6 @@ def test_non_finite_steps_are_skipped_up_to_a_limit(monkeypatch, config_file, tm
     config = tiny_run.load_config(config_file, non_finite__policy="skip", non_finite__max_skips=0)
     with pytest.raises(ValueError, match="step 7 is not finite"):
         run.train(config, str(tmp_path / "other"))
-
-
-def test_sigterm_saves_and_ends_non_zero(config_file, tmp_path):
-    workdir = tmp_path / "run"
-    command = tiny_run.command(config_file, workdir, "--config.num_steps=5000")
-    process = subprocess.Popen(
-        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    while last_step(workdir) < 5 and process.poll() is None:
-        time.sleep(0.01)
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
-    assert checkpoint.restore_weights(workdir).metadata.step >= 5
-
-
-def test_a_stop_is_saved_whenever_the_signal_comes(config_file, tmp_path, monkeypatch):
-    """Here just after the loop has seen that nothing is due at step 5."""
-    check = checkpoint.Checkpointer.check
-
-    def signalled(saved):
-        os.kill(os.getpid(), signal.SIGTERM)
-        check(saved)
-
-    monkeypatch.setattr(checkpoint.Checkpointer, "check", signalled)
-    config = tiny_run.load_config(config_file, checkpoint_every=100, validate_every=100)
-    with pytest.raises(ValueError, match="stopped by SIGTERM after step 2, which is saved"):
-        run.train(config, str(tmp_path / "run"))
-    assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 2
 
 
 def test_a_width_that_the_mesh_does_not_divide_is_refused_by_name(config_file, tmp_path):
@@ -424,7 +383,9 @@ def test_quickstart_killed_at_three_moments_ends_the_same(tmp_path):
     workdir = tmp_path / "run"
     command = tiny_run.command("configs/quickstart.py", workdir, *flags)
     for moment in (2, 5, 9):
-        kill_when(command, lambda moment=moment: last_step(workdir) >= moment, optimised=True)
+        kill_when(
+            command, lambda moment=moment: tiny_run.last_step(workdir) >= moment, optimised=True
+        )
     done = tiny_run.run_command(command, optimised=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resuming from step" in done.stdout

@@ -80,6 +80,15 @@ def records(workdir: pathlib.Path, kind: str | None = None) -> list[dict]:
     return [record for record in found if kind is None or record["kind"] == kind]
 
 
+def last_step(workdir: pathlib.Path) -> int:
+    """The newest train step on record; 0 before any."""
+    try:
+        lines = (workdir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
 # What depends on the machine's speed, not on the run.
 TIMES = {"tokens_per_second", "positions_per_second", "mfu"}
 

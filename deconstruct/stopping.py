@@ -1,0 +1,65 @@
+"""SIGTERM, by which schedulers announce that a machine is taken away."""
+
+import os
+import signal
+import sys
+import threading
+
+_LINE = (
+    "error: stopped by SIGTERM before a new step was done: nothing is lost; run the same command "
+    "again to go on"
+)
+
+
+class Stop:
+    """What SIGTERM does to a run, from entering this context to leaving it.
+
+    Until `hold` is called it ends the process at once, with one line and status 1: there is nothing
+    new to save, and a compilation may outlast the time that a scheduler grants. From then on it
+    only sets `asked`, for the run to save and end.
+
+    Outside the main thread no handler can be set, and SIGTERM does what it did before.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._held = False
+        self._undo = None
+
+    def hold(self) -> None:
+        """There is something to save from now on."""
+        self._held = True
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # Python runs a handler only once the main thread is back from C code. The byte that it
+        # writes here comes at once, whatever that thread is doing.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        threading.Thread(target=self._watch, args=[reader], name="stop", daemon=True).start()
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGTERM, self._ask)
+        self._undo = handler, wakeup, writer
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._undo is not None:
+            handler, wakeup, writer = self._undo
+            signal.signal(signal.SIGTERM, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(writer)
+
+    def _ask(self, *_) -> None:
+        self.asked = True
+
+    def _watch(self, reader: int) -> None:
+        """Ends the process where nothing is held; returns when the context is left."""
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGTERM and not self._held:
+                try:
+                    print(_LINE, file=sys.stderr, flush=True)
+                    sys.stdout.flush()
+                finally:
+                    os._exit(1)
+        os.close(reader)

@@ -1,0 +1,209 @@
+"""SIGTERM at every moment of a run: one line, status 1, and no new step lost."""
+
+import functools
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import devices
+import pytest
+import tiny_run
+
+from deconstruct import checkpoint, run, stopping
+from deconstruct.checkpoint import manager
+from deconstruct.data import loader
+
+AT_ONCE = "error: stopped by SIGTERM before a new step was done"
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    data = tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
+    return tiny_run.write_config(tmp_path_factory.mktemp("config"), data)
+
+
+def load_config(config_file, **changes):
+    """Four batches to a validation."""
+    return tiny_run.load_config(config_file, data__validation_rows=16, **changes)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, config_file):
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    run.train(load_config(config_file), str(workdir))
+    return workdir
+
+
+def terminate_self():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(function):
+    """`function`, at whose end SIGTERM comes."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        result = function(*args, **kwargs)
+        terminate_self()
+        return result
+
+    return wrapped
+
+
+def files(folder):
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+BLOCKED_PROGRAM = """
+import hashlib, sys
+from deconstruct import entry, run, setup, step, train
+
+def blocked(*_, **__):
+    print("here", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # C code, which no signal interrupts
+
+{name} = blocked
+entry.run(train.main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True], ids=["begun", "resumed"])
+@pytest.mark.parametrize("moment", ["setup.open_data", "step.compile_train_step"])
+def test_before_a_new_step_the_run_ends_at_once(tmp_path, config_file, moment, resumed):
+    """Also where the main thread cannot heed a signal, as in a long compilation."""
+    workdir = tmp_path / "run"
+    if resumed:
+        run.train(load_config(config_file, num_steps=4), str(workdir))
+    before = files(workdir / "checkpoints")
+    program = tmp_path / "blocked.py"
+    program.write_text(BLOCKED_PROGRAM.format(name=moment))
+    flags = tiny_run.command(config_file, workdir, "--config.data.validation_rows=16")[3:]
+    with subprocess.Popen(
+        [sys.executable, program, *flags],
+        cwd=tiny_run.ROOT,
+        env=devices.environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while process.stdout.readline() not in ("here\n", ""):
+            pass
+        process.terminate()
+        try:
+            _, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    assert line.startswith(AT_ONCE) and "run the same command again" in line
+    assert files(workdir / "checkpoints") == before
+    assert tiny_run.last_step(workdir) == (4 if resumed else 0)
+
+
+def test_in_a_step_the_newest_step_is_saved(config_file, tmp_path):
+    """By the command itself, as a scheduler would."""
+    workdir = tmp_path / "run"
+    command = tiny_run.command(config_file, workdir, "--config.num_steps=5000")
+    process = subprocess.Popen(
+        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while tiny_run.last_step(workdir) < 5 and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
+    assert checkpoint.restore_weights(workdir).metadata.step >= 5
+
+
+def test_just_after_the_loop_has_looked(config_file, tmp_path, monkeypatch):
+    """The signal comes when the loop has seen that nothing is due at step 1."""
+    monkeypatch.setattr(checkpoint.Checkpointer, "check", terminated(checkpoint.Checkpointer.check))
+    config = load_config(config_file, checkpoint_every=100, validate_every=100)
+    with pytest.raises(ValueError, match="stopped by SIGTERM after step 2, which is saved"):
+        run.train(config, str(tmp_path / "run"))
+    assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 2
+
+
+@pytest.mark.parametrize("stopped_at", [4, 12])
+def test_in_a_validation_the_step_is_saved_and_the_validation_made_up(
+    config_file, unbroken, tmp_path, monkeypatch, stopped_at
+):
+    """It is broken off at once; the next start validates first, also after the last step."""
+    workdir, batches_of = tmp_path / "run", loader.validation_batches
+    seen = []
+
+    def batches(*args, **kwargs):
+        for batch in batches_of(*args, **kwargs):
+            if tiny_run.last_step(workdir) == stopped_at:
+                seen.append(batch)
+                terminate_self()
+            yield batch
+
+    config = load_config(config_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "validation_batches", batches)
+        with pytest.raises(ValueError, match=f"by SIGTERM after step {stopped_at}, which is sav"):
+            run.train(config, str(workdir))
+    assert len(seen) == 1
+    validated = [record["step"] for record in tiny_run.records(workdir, "validation")]
+    assert validated == list(range(4, stopped_at, 4))
+    assert checkpoint.restore_weights(workdir).metadata.step == stopped_at
+    run.train(config, str(workdir))
+    assert tiny_run.facts(workdir) == tiny_run.facts(unbroken)
+
+
+def test_in_a_save_the_run_ends_with_that_step(config_file, unbroken, tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "save", terminated(checkpoint.Checkpointer.save))
+        with pytest.raises(ValueError, match="stopped by SIGTERM after step 4, which is saved"):
+            run.train(load_config(config_file), str(workdir))
+    assert tiny_run.last_step(workdir) == 4
+    assert checkpoint.stored_steps(workdir / "checkpoints") == [4]
+    run.train(load_config(config_file), str(workdir))
+    assert tiny_run.facts(workdir) == tiny_run.facts(unbroken)
+
+
+def test_a_stop_whose_save_fails_never_says_that_it_was_saved(config_file, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "check", terminated(checkpoint.Checkpointer.check))
+    monkeypatch.setattr(manager, "write_file_list", full)
+    with pytest.raises(ValueError, match=r"was not written: .*No space left") as found:
+        run.train(load_config(config_file), str(tmp_path / "run"))
+    assert "saved" not in str(found.value)
+
+
+def test_after_the_last_save_the_run_ends_as_it_would(config_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint.Checkpointer, "close", terminated(checkpoint.Checkpointer.close))
+    run.train(load_config(config_file, num_steps=1), str(tmp_path / "run"))
+    assert "done: step 1" in capsys.readouterr().out
+
+
+def test_the_handler_before_comes_back_and_other_threads_set_none():
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    with stopping.Stop() as stop:
+        stop.hold()
+        assert not stop.asked
+        terminate_self()
+        assert stop.asked
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == before
+
+    def elsewhere():
+        with stopping.Stop() as stop:
+            found.extend([stop.asked, signal.getsignal(signal.SIGTERM)])
+
+    found = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [False, before[0]]
