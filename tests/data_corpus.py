@@ -4,6 +4,8 @@ import json
 import pathlib
 import random
 
+import zstandard
+
 from deconstruct.data import prepare
 
 VOCABULARY = (
@@ -41,6 +43,30 @@ def write_source(folder: pathlib.Path, num_files: int = 3, documents: int = 40) 
     """A folder of .jsonl files without splits."""
     for i in range(num_files):
         write_jsonl(folder / f"part_{i}.jsonl", texts(documents, seed=i))
+    return folder
+
+
+SETS = ("RedPajamaBook", "RedPajamaC4", "RedPajamaWikipedia")
+
+
+def slimpajama_rows(documents: list[str]) -> list[dict]:
+    """Rows as SlimPajama has them, of each set in turn."""
+    return [
+        {"text": text, "meta": {"redpajama_set_name": SETS[i % len(SETS)]}}
+        for i, text in enumerate(documents)
+    ]
+
+
+def write_slimpajama(folder: pathlib.Path, documents: int = 12) -> pathlib.Path:
+    """A folder in SlimPajama's layout: 2 chunks of 2 small files, and one file held out twice."""
+    names = [f"train/chunk{chunk}/example_train_{i}" for chunk in (1, 2) for i in (0, 1)]
+    names += [f"{split}/chunk1/example_holdout_0" for split in ("validation", "test")]
+    for seed, name in enumerate(names):
+        rows = slimpajama_rows(texts(documents, seed=seed))
+        path = folder / f"{name}.jsonl.zst"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(zstandard.compress(lines.encode()))
     return folder
 
 

@@ -162,7 +162,7 @@ def test_packaged_corpora_that_are_gone(tmp_path, monkeypatch, caplog):
 
 
 def test_other_python_uses_the_finished_docs(tmp_path, monkeypatch, caplog):
-    topics = [("topic 'a'", text, None) for text in data_corpus.texts(30)]
+    topics = [readers.Row("topic 'a'", text) for text in data_corpus.texts(30)]
     monkeypatch.setitem(readers.READERS, "python_docs", lambda path, on_read: iter(topics))
     settings = data_corpus.settings("python_docs", tmp_path / "data", tokenizer="bpe:257")
     prepare.prepare(settings, progress=False)
@@ -262,7 +262,7 @@ sys.path.insert(0, {tests!r})
 import data_corpus
 from deconstruct.data import prepare, units
 
-finish, finished = units._ShardWriter.finish, []
+finish, finished = units.ShardWriter.finish, []
 
 def finish_or_die(writer):
     finished.append(writer)
@@ -270,7 +270,7 @@ def finish_or_die(writer):
         os.kill(os.getpid(), signal.SIGKILL)
     return finish(writer)
 
-units._ShardWriter.finish = finish_or_die
+units.ShardWriter.finish = finish_or_die
 prepare.prepare(data_corpus.settings({source!r}, {output!r}), progress=False)
 """
 

@@ -226,7 +226,7 @@ def test_bad_parquet_and_txt(tmp_path):
     with pytest.raises(ValueError, match=r"b.parquet, row 2: 'text' is null"):
         read(tmp_path / "b.parquet")
     parquet.write_table(pyarrow.table({"content": ["x"]}), tmp_path / "c.parquet")
-    with pytest.raises(ValueError, match=r"c.parquet: no column 'text'"):
+    with pytest.raises(ValueError, match=r"c.parquet has no column 'text'"):
         read(tmp_path / "c.parquet")
     (tmp_path / "d.txt").write_bytes(b"one\ntwo \xfb\n")
     with pytest.raises(ValueError, match=r"d.txt, line 2: not UTF-8"):

@@ -1,67 +1,82 @@
-"""Units of preparation, many at a time, in processes of this machine."""
+"""A function over many pieces of work, in processes of this machine."""
 
 import concurrent.futures
 import concurrent.futures.process
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tqdm
 
-from deconstruct.data import prepared, units, workers
+from deconstruct.data import workers
 
-_Counts = dict[str, prepared.ShardInfo]
+_GUARD = "under `if __name__ == '__main__':`"
 
 
 def run(
-    pending: Sequence[units.Unit], num_processes: int | None, progress: bool
-) -> dict[int, _Counts]:
-    """Prepares units: index -> counts by split. A single unit, or one process, runs right here.
+    function: Callable[..., Any],
+    items: Sequence[Any],
+    num_processes: int | None,
+    description: str | None,
+) -> list[Any]:
+    """`function` of each item, in their order. A single item, or one process, runs right here.
 
     Args:
-      pending: what to do.
+      function: of an item, and of what it tells how many input bytes it has just read; a worker
+        process finds it by its name.
+      items: what to do; `item.num_bytes` is its size.
       num_processes: processes at a time; None is one per core.
-      progress: whether to show progress on stderr.
+      description: of the progress shown on stderr; None shows none.
 
     Raises:
-      ValueError: the first bad row, with file and line; a process that was killed.
+      ValueError: what `function` raises first; a process that was killed.
     """
-    num_processes = min(num_processes or os.cpu_count() or 1, len(pending))
+    num_processes = min(num_processes or os.cpu_count() or 1, len(items))
     with tqdm.tqdm(
-        total=sum(unit.num_bytes for unit in pending),
-        desc=f"preparing {len(pending)} unit(s)",
+        total=sum(item.num_bytes for item in items),
+        desc=description,
         unit="B",
         unit_scale=True,
-        disable=not progress,
+        disable=description is None,
     ) as bar:
         if num_processes <= 1:
-            return {unit.index: units.prepare_unit(unit, bar.update) for unit in pending}
-        return _run_in_pool(pending, num_processes, bar)
+            return [function(item, bar.update) for item in items]
+        return _run_in_pool(function, items, num_processes, bar)
+
+
+def refuse_inside_import() -> None:
+    """Raises ValueError in a worker process that is only importing its parent's script.
+
+    A script whose preparing is not guarded prepares in each worker again, which would wait for ever
+    for the directory that the parent holds.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(f"a script that prepares must do so {_GUARD}")
 
 
 def _run_in_pool(
-    pending: Sequence[units.Unit], num_processes: int, bar: tqdm.tqdm
-) -> dict[int, _Counts]:
-    done = {}
+    function: Callable[..., Any], items: Sequence[Any], num_processes: int, bar: tqdm.tqdm
+) -> list[Any]:
     with concurrent.futures.ProcessPoolExecutor(
         num_processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
     ) as pool:
-        futures = {pool.submit(units.prepare_unit, unit): unit for unit in pending}
+        futures = {pool.submit(function, item): item for item in items}
         try:
             for future in concurrent.futures.as_completed(futures):
-                unit = futures[future]
-                done[unit.index] = future.result()
-                bar.update(unit.num_bytes)
+                future.result()
+                bar.update(futures[future].num_bytes)
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ValueError(
                 "a preparation process was killed (out of memory?); run the same command again to "
-                "go on, with a smaller --num_processes"
+                "go on, with a smaller --num_processes (of a script of your own: the processes "
+                f"import it, so it must prepare {_GUARD})"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    return done
+    return [future.result() for future in futures]
 
 
 def _begin_worker() -> None:

@@ -8,13 +8,12 @@ An output directory that was made with other settings is refused, with the diffe
 data stays in use when its source is gone, if the other settings are its own.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +22,10 @@ from absl import flags, logging
 
 from deconstruct import entry
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import pool, prepared, sources, units
+from deconstruct.data import beam_runner, check, estimate, pool, prepared, sets, sources, units
+from deconstruct.data import output as output_lib
 
+RUNNERS = ("processes", "beam")
 UNIT_BYTES = 64_000_000
 BPE_TRAINING_BYTES = 64_000_000  # text that a BPE is trained on, from the first training document
 
@@ -40,7 +41,11 @@ class PrepareSettings:
       output: directory to write.
       validation_share: share of documents held out where the source has no validation split.
       unit_bytes: size of a unit of work in input bytes.
-      num_processes: processes at a time; None is one per core. Does not change the result.
+      sets: the sets of SlimPajama that are taken, see `sets`; None takes every document.
+      num_processes: processes at a time; None is one per core.
+      runner: what runs the units, one of RUNNERS. Like the number of processes, it does not change
+        the result.
+      beam_options: Apache Beam's own pipeline options, as on a command line.
     """
 
     source: str
@@ -49,7 +54,10 @@ class PrepareSettings:
     output: str
     validation_share: float = 0.02
     unit_bytes: int = UNIT_BYTES
+    sets: tuple[str, ...] | None = None
     num_processes: int | None = None
+    runner: str = "processes"
+    beam_options: str = ""
 
     def __post_init__(self):
         for name in ("source", "output"):
@@ -61,6 +69,17 @@ class PrepareSettings:
             raise ValueError(f"validation_share must be in [0, 1), not {self.validation_share}")
         if self.num_processes is not None and self.num_processes < 1:
             raise ValueError(f"num_processes must be at least 1, not {self.num_processes}")
+        if self.sets is not None:
+            object.__setattr__(self, "sets", sets.checked(self.sets))
+        if self.runner not in RUNNERS:
+            raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {self.runner!r}")
+        if self.runner != "beam" and self.beam_options:
+            raise ValueError("beam_options are for runner beam alone; set that, or leave them out")
+        if self.runner == "beam" and self.num_processes is not None:
+            raise ValueError(
+                "num_processes is not for runner beam; beam_options say how many workers it has, "
+                "such as --direct_num_workers=2"
+            )
 
 
 def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.PreparedInfo:
@@ -77,6 +96,7 @@ def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.Pre
       ValueError: for anything wrong with source, tokenizer or output, or a worker process that was
         killed, with its remedy.
     """
+    pool.refuse_inside_import()
     output = pathlib.Path(settings.output)
     finished = _read_finished(output)
     try:
@@ -88,12 +108,14 @@ def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.Pre
     config = builder_config(settings, files)
     if finished is not None:
         return _reuse(settings, finished, config)
-    _refuse_foreign(output)
-    with _sole_writer(output):
+    output_lib.refuse_foreign(output)
+    if settings.runner == "beam":
+        beam_runner.require()
+    with output_lib.sole_writer(output):
         finished = _read_finished(output)
         if finished is not None:  # by another process, while this one waited
             return _reuse(settings, finished, config)
-        _claim(output, config)
+        output_lib.claim(output, config)
         return _make(settings, files, config, progress)
 
 
@@ -119,13 +141,15 @@ def _config_without_source(settings: PrepareSettings) -> dict[str, Any]:
     tokenizer = settings.tokenizer
     if pathlib.Path(tokenizer).exists():
         tokenizer = "sha256:" + tokenizer_lib.load_tokenizer(tokenizer).sha256
-    return {
+    config = {
         "format_version": prepared.FORMAT_VERSION,
         "tokenizer": tokenizer,
         "max_len": settings.max_len,
         "validation_share": settings.validation_share,
         "unit_bytes": settings.unit_bytes,
     }
+    # Only a choice is recorded, so that data made before there was any is still what it was.
+    return config if settings.sets is None else config | {"sets": list(settings.sets)}
 
 
 def _read_finished(output: pathlib.Path) -> prepared.PreparedInfo | None:
@@ -146,7 +170,7 @@ def _reuse(
             f"source {settings.source} of version {there} is not there, only that of {now}"
         )
         return _reuse_without_source(settings, finished, other)
-    _refuse_other_settings(finished.path, finished.builder_config, config)
+    output_lib.refuse_other_settings(finished.path, finished.builder_config, config)
     return finished
 
 
@@ -157,8 +181,8 @@ def _reuse_without_source(
 ) -> prepared.PreparedInfo:
     """`finished`, with a warning, if it agrees in all that can be known without the source."""
     now = _config_without_source(settings)
-    there = {key: finished.builder_config.get(key) for key in now}
-    different = _differences(
+    there = {key: finished.builder_config.get(key) for key in {*now, "sets"}}
+    different = output_lib.differences(
         there | {"source": finished.source}, now | {"source": sources.name_of(settings.source)}
     )
     if different:
@@ -172,76 +196,6 @@ def _reuse_without_source(
         finished.path,
     )
     return finished
-
-
-def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The keys at which two configs differ, with both values; empty where there are none."""
-    return "; ".join(
-        f"{key} {there.get(key)} there, {now.get(key)} now"
-        for key in sorted(there.keys() | now.keys())
-        if there.get(key) != now.get(key)
-    )
-
-
-def _refuse_other_settings(
-    output: str | pathlib.Path, there: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
-    if there.get("format_version") != now["format_version"]:
-        raise ValueError(
-            f"output {output} is of format {there.get('format_version')}, this version makes "
-            f"{now['format_version']}; name another directory, or remove this one. Training still "
-            "reads finished data of any format: name it as data.path, without data.prepare_source"
-        )
-    different = _differences(there, now)
-    if different:
-        raise ValueError(
-            f"output {output} was made with other settings: {different}. Name another directory, "
-            "or remove this one"
-        )
-
-
-def _refuse_foreign(output: pathlib.Path) -> None:
-    """Refuses a directory with files in it that no preparation put there, before touching it."""
-    if not output.is_dir() or (output / prepared.SETTINGS_FILE).is_file():
-        return
-    own = {prepared.UNITS_FOLDER, ".lock", prepared.SETTINGS_FILE + ".partial"}
-    foreign = {path.name for path in output.iterdir()} - own
-    if foreign:
-        raise ValueError(
-            f"output {output} holds other files, such as {min(foreign)}; name a new directory"
-        )
-
-
-@contextlib.contextmanager
-def _sole_writer(output: pathlib.Path) -> Iterator[None]:
-    """Holds the output directory for this process; waits while another one does."""
-    try:
-        (output / prepared.UNITS_FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = open(output / ".lock", "w")  # noqa: SIM115 (closing it is what unlocks)
-    except OSError as error:
-        raise ValueError(f"output {output} cannot be written ({error})") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        except OSError as error:  # a full disk, most often
-            raise ValueError(
-                f"preparing {output} stopped ({error}); run the same command again to go on"
-            ) from error
-
-
-def _claim(output: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Marks the output directory as made with `config`, or refuses one made with another."""
-    settings_path = output / prepared.SETTINGS_FILE
-    if not settings_path.is_file():
-        prepared.write_json(settings_path, config)
-    existing = prepared.read_json(settings_path, f"remove {output} and prepare it again")
-    if existing == config:
-        return
-    if any((output / prepared.UNITS_FOLDER).iterdir()):
-        _refuse_other_settings(output, existing, config)
-    (output / prepared.TOKENIZER_FILE).unlink(missing_ok=True)
-    prepared.write_json(settings_path, config)  # nothing was finished with the others
 
 
 def _ensure_tokenizer(
@@ -277,6 +231,8 @@ def _training_texts(
         if file.split not in (None, "train"):
             continue
         for document in sources.read_documents(file):
+            if not sets.is_chosen(file.path, document, settings.sets):
+                continue
             if sources.split_of(file, document, settings.validation_share) != "train":
                 continue
             yield document.text
@@ -298,13 +254,34 @@ def _make(
         output=settings.output,
         max_len=settings.max_len,
         validation_share=settings.validation_share,
+        sets=settings.sets,
     )
     done = {unit.index: units.finished(unit) for unit in plan}
     pending = [unit for unit in plan if done[unit.index] is None]
     tokenizer = _ensure_tokenizer(settings, files, pathlib.Path(settings.output), progress)
-    done |= pool.run(pending, settings.num_processes, progress)
+    if progress and sum(unit.num_bytes for unit in pending) >= estimate.SMALLEST_BYTES:
+        found = estimate.measure(pending, tokenizer)
+        print(found.text(_processes(settings)), file=sys.stderr, flush=True)
+        estimate.warn_of_a_full_disk(found, settings.output)
+    done |= _run(settings, pending, progress)
     shards = [shard for unit in plan for shard in done[unit.index].items()]
     return _finish(settings, config, tokenizer, shards)
+
+
+def _processes(settings: PrepareSettings) -> int | None:
+    """How many units are made at a time; None where Beam decides."""
+    return None if settings.runner == "beam" else settings.num_processes or os.cpu_count() or 1
+
+
+def _run(
+    settings: PrepareSettings, pending: Sequence[units.Unit], progress: bool
+) -> dict[int, dict[str, prepared.ShardInfo]]:
+    """Makes the units: index -> counts by split."""
+    if settings.runner == "beam":
+        return beam_runner.run(pending, shlex.split(settings.beam_options))
+    what = f"preparing {len(pending)} unit(s)"
+    done = pool.run(units.prepare_unit, pending, _processes(settings), what if progress else None)
+    return {unit.index: counts for unit, counts in zip(pending, done, strict=True)}
 
 
 def _finish(
@@ -332,10 +309,11 @@ def _finish(
     for split, counts in info.counts.items():
         if not counts["rows"]:
             raise ValueError(
-                f"source {settings.source!r}: no document falls to {split}; "
-                f"validation_share is {settings.validation_share}, 0 makes no held-out split"
+                f"source {settings.source!r}: no document falls to {split}; validation_share is "
+                f"{settings.validation_share}, 0 makes no held-out split; sets are "
+                f"{', '.join(settings.sets or ['all'])}"
             )
-    for leftover in pathlib.Path(settings.output).glob("*.partial"):
+    for leftover in pathlib.Path(settings.output).rglob("*.partial"):
         leftover.unlink()  # of runs that were killed
     prepared.write_tfds_metadata(info)
     info.write()
@@ -343,7 +321,7 @@ def _finish(
 
 
 def summary(info: prepared.PreparedInfo) -> str:
-    """A line per split, and where the data is."""
+    """Lines for each split and its sets, and where the data is."""
     lines = [f"{info.path}: vocabulary {info.vocab_size}, fingerprint {info.data_fingerprint}"]
     for split, counts in info.counts.items():
         lines.append(
@@ -351,6 +329,14 @@ def summary(info: prepared.PreparedInfo) -> str:
             f"{counts['rows']:,} rows of {info.max_len + 1}; {counts['empty_documents']:,} empty "
             f"documents left out; {counts['inexact_cuts']:,} inexact cuts of long texts"
         )
+        others = sum(shard.other_documents for shard in info.shards[split])
+        if "sets" in info.builder_config:
+            lines.append(f"    {others:,} documents of other sets left out")
+        lines += [
+            f"    {name}: {found.documents:,} documents, {found.text_bytes:,} bytes, "
+            f"{found.tokens:,} tokens"
+            for name, found in sorted(info.sets[split].items())
+        ]
     return "\n".join(lines)
 
 
@@ -363,17 +349,32 @@ def _define_flags() -> None:
     flags.DEFINE_float(
         "validation_share", 0.02, "Share of documents held out where the source has no validation/."
     )
+    flags.DEFINE_list("sets", None, f"Sets of SlimPajama to take, of {', '.join(sets.NAMES)}.")
     flags.DEFINE_integer("num_processes", None, "Processes at a time; default one per core.")
+    flags.DEFINE_string("runner", "processes", f"What runs the units: {', '.join(RUNNERS)}.")
+    flags.DEFINE_string("beam_options", "", "Apache Beam's pipeline options, in one string.")
+    flags.DEFINE_boolean(
+        "check", False, "Read all of the source, print what is wrong with it, write nothing."
+    )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     del argv
     fields = [field for field in dataclasses.fields(PrepareSettings) if field.name != "unit_bytes"]
     values = {field.name: flags.FLAGS[field.name].value for field in fields}
+    checks_only = flags.FLAGS["check"].value
     for field in fields:
-        if field.default is dataclasses.MISSING and values[field.name] is None:
+        needed = field.default is dataclasses.MISSING and not (
+            checks_only and field.name != "source"
+        )
+        if needed and values[field.name] is None:
             raise ValueError(f"--{field.name} is missing; --help says what it may be")
+    if checks_only:
+        reports = check.run(values["source"], values["sets"], values["num_processes"])
+        print(check.summary(reports))
+        return int(any(report.faults for report in reports))
     print(summary(prepare(PrepareSettings(**values))))
+    return 0
 
 
 if __name__ == "__main__":

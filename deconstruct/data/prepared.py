@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,22 @@ _URL = re.compile(r"[A-Za-z][\w+.-]+:/|.*://")  # pathlib makes gs:/ of gs://
 
 
 @dataclasses.dataclass(frozen=True)
+class SetCounts:
+    """What one set of a corpus gave: documents, UTF-8 bytes of their texts, tokens in rows."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: "SetCounts") -> "SetCounts":
+        return SetCounts(
+            self.documents + other.documents,
+            self.text_bytes + other.text_bytes,
+            self.tokens + other.tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardInfo:
     """Counts of one shard.
 
@@ -52,6 +69,8 @@ class ShardInfo:
       empty_documents: documents left out because they hold white space alone.
       inexact_cuts: cuts of very long texts that may have changed ids, see `tokenizer`.
       max_token_id: the largest id in it; -1 without rows.
+      other_documents: documents left out because their sets were not chosen.
+      sets: name -> counts of each set that rows of the source name.
     """
 
     file: str
@@ -63,8 +82,17 @@ class ShardInfo:
     empty_documents: int
     inexact_cuts: int
     max_token_id: int
+    other_documents: int = 0
+    sets: Mapping[str, SetCounts] = dataclasses.field(default_factory=dict)
 
 
+def parse_shard(content: Mapping[str, Any]) -> ShardInfo:
+    """The `ShardInfo` that `dataclasses.asdict` made `content` of; TypeError for other fields."""
+    sets = {name: SetCounts(**counts) for name, counts in content.get("sets", {}).items()}
+    return ShardInfo(**{**content, "sets": sets})
+
+
+# Of the fingerprint too: another name here would make finished data look edited.
 _TOTALS = ("rows", "tokens", "documents", "text_bytes", "empty_documents", "inexact_cuts")
 
 
@@ -101,6 +129,16 @@ class PreparedInfo:
             split: {name: sum(getattr(shard, name) for shard in shards) for name in _TOTALS}
             for split, shards in self.shards.items()
         }
+
+    @property
+    def sets(self) -> dict[str, dict[str, SetCounts]]:
+        """Split -> set -> its counts; empty where the rows of the source name no set."""
+        by_split: dict[str, dict[str, SetCounts]] = {split: {} for split in self.shards}
+        for split, totals in by_split.items():
+            for shard in self.shards[split]:
+                for name, counts in shard.sets.items():
+                    totals[name] = totals.get(name, SetCounts()) + counts
+        return by_split
 
     @property
     def data_fingerprint(self) -> str:
@@ -168,7 +206,7 @@ def _parse_info(folder: pathlib.Path) -> PreparedInfo:
     try:
         own["token_bytes"] = np.array(own["token_bytes"], np.int32)
         own["shards"] = {
-            split: tuple(ShardInfo(**shard) for shard in shards)
+            split: tuple(parse_shard(shard) for shard in shards)
             for split, shards in own["shards"].items()
         }
         info = PreparedInfo(**own | {"path": str(folder)})
@@ -236,7 +274,8 @@ def write_tfds_metadata(info: PreparedInfo) -> None:
 
     template = tfds.core.ShardedFileTemplate(
         data_dir=info.path,
-        template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+        # The names of the files in full, so that builders of other names find them, too.
+        template=f"{DATASET}-{{SPLIT}}.{{FILEFORMAT}}-{{SHARD_X_OF_Y}}",
         dataset_name=DATASET,
         filetype_suffix=FILE_FORMAT,
     )
@@ -274,8 +313,13 @@ def read_json(path: pathlib.Path, remedy: str) -> dict[str, Any]:
     return content
 
 
+def partial_path(path: pathlib.Path) -> pathlib.Path:
+    """A new temporary name beside `path`: schedulers may run one unit twice at a time."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.partial")
+
+
 def write_json(path: pathlib.Path, content: Any) -> None:
     """Writes `content` as JSON under a temporary name and renames."""
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_path(path)
     partial.write_text(json.dumps(content, indent=1, sort_keys=True))
     partial.rename(path)

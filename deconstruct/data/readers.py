@@ -1,15 +1,18 @@
-"""One file to its documents, per format; whatever is wrong stops with the file and the line.
+"""One file to its documents, per format, and what is wrong in it, by file and line.
 
-Policy. Nothing is skipped here: JSON that does not parse, a row without `text`, a `text` that is
-null or not a string, bytes that are not UTF-8, a compressed file that ends too early and an empty
-file are each a ValueError. Lines are separated by newlines alone (a text may hold U+2028); blank
-lines between JSON rows are not rows. A .txt file is one document. Documents without anything but
-white space are yielded like others; `units` counts and leaves them out.
+Policy. `read` skips nothing: JSON that does not parse, a row without `text`, a `text` that is null
+or not a string, bytes that are not UTF-8, a compressed file that ends too early, an empty file and
+one that is no data at all (a pointer, a web page, another encoding) are each a ValueError. `survey`
+goes on after a bad row and yields what is wrong among the documents. Lines are separated by
+newlines alone (a text may hold U+2028); blank lines between JSON rows are not rows. A .txt file is
+one document. Documents without anything but white space are yielded like others; `units` counts and
+leaves them out.
 """
 
 import ast
 import io
 import json
+import os
 import pathlib
 import pydoc_data.topics
 import sys
@@ -17,17 +20,76 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 TEXT = "text"
+META = "meta"  # of a row, where SlimPajama keeps the name of the set that it is from
+SET_NAME = "redpajama_set_name"
 _CHUNK_BYTES = 1 << 20
-_LFS_POINTER = b"version https://git-lfs"
 
 OnRead = Callable[[int], None]  # told the number of input bytes just read
 
 
 class Document(NamedTuple):
-    """A text, and the string whose hash decides whether it is held out."""
+    """A text, the string whose hash decides whether it is held out, its set and its place."""
 
     text: str
     key: str
+    set_name: str | None = None
+    where: str = ""
+
+
+class Fault(NamedTuple):
+    """Something wrong in a file.
+
+    Attributes:
+      what: in words that all faults of the kind share.
+      remedy: what to do about it.
+      where: the row (`line 3`) or frame; empty for the file as a whole.
+      detail: what the library said.
+      ends_file: whether nothing of the file can be read after it.
+    """
+
+    what: str
+    remedy: str
+    where: str = ""
+    detail: str = ""
+    ends_file: bool = False
+
+    def message(self, path: str) -> str:
+        """One line that names the file."""
+        detail = ", ".join(filter(None, [self.where if self.ends_file else "", self.detail]))
+        place = f"{path}" if self.ends_file else f"{path}, {self.where}:"
+        return f"{place} {self.what}{f' ({detail})' if detail else ''}; {self.remedy}"
+
+
+class Row(NamedTuple):
+    """A row as it was read: `text` may be anything. A key of None stands for the text."""
+
+    where: str
+    text: object
+    key: str | None = None
+    set_name: str | None = None
+
+
+class _UnreadableError(Exception):
+    """A fault that ends its file."""
+
+    def __init__(self, what: str, remedy: str, where: str = "", detail: object = ""):
+        super().__init__(what)
+        self.fault = Fault(what, remedy, where, " ".join(str(detail).split()), ends_file=True)
+
+
+_AGAIN = "fetch it again"
+_MEND = "mend or remove the row"
+_TO_UTF8 = "convert the file to UTF-8 (iconv), or remove the row"
+
+# How files begin that are no data, or not in the form that their names say.
+_FOREIGN = (
+    (b"version https://git-lfs", "is a Git LFS pointer, not data", "run `git lfs pull`"),
+    (b"\x1f\x8b", "is gzip data", "unpack it (gunzip), and compress it with zstd if at all"),
+    (b"PK\x03\x04", "is a zip archive", "unpack it"),
+    (b"\xff\xfe", "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+)
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def read(path: str, format: str, on_read: OnRead) -> Iterator[Document]:
@@ -36,23 +98,44 @@ def read(path: str, format: str, on_read: OnRead) -> Iterator[Document]:
     Raises:
       ValueError: the first bad row, with file and line; a file that is empty or cut short.
     """
+    for found in survey(path, format, on_read):
+        if isinstance(found, Fault):
+            raise ValueError(found.message(path))
+        yield found
+
+
+def survey(path: str, format: str, on_read: OnRead) -> Iterator[Document | Fault]:
+    """Like `read`, but goes on after a bad row: documents and faults in the order of the file."""
     try:
-        for where, text, key in READERS[format](path, on_read):
-            if not isinstance(text, str):
-                found = "null" if text is None else f"a {type(text).__name__}"
-                raise ValueError(f"{path}, {where}: '{TEXT}' is {found}, not a string")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"{path}, {where}: '{TEXT}' holds half a surrogate pair, which is no character"
-                ) from error
-            yield Document(text, text if key is None else key)
+        for row in READERS[format](path, on_read):
+            yield row if isinstance(row, Fault) else _document(row)
+    except _UnreadableError as error:
+        yield error.fault
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
+        yield Fault("cannot be read", "see to its disk or rights", "", str(error), ends_file=True)
 
 
-_Row = tuple[str, object, str | None]  # where, text, key (None: the text itself)
+def _document(row: Row) -> Document | Fault:
+    if not isinstance(row.text, str):
+        found = "null" if row.text is None else f"a {type(row.text).__name__}"
+        return Fault(f"'{TEXT}' is {found}, not a string", _MEND, row.where)
+    try:
+        row.text.encode()
+    except UnicodeEncodeError:
+        what = f"'{TEXT}' holds half a surrogate pair, which is no character"
+        return Fault(what, _MEND, row.where)
+    return Document(row.text, row.text if row.key is None else row.key, row.set_name, row.where)
+
+
+def _set_name(meta: object) -> str | None:
+    """The set that a row's `meta` names, an object or the JSON of one; None where it names none."""
+    if isinstance(meta, str):
+        try:
+            meta = json.loads(meta)
+        except ValueError:
+            return None
+    name = meta.get(SET_NAME) if isinstance(meta, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class _ObservedFile(io.FileIO):
@@ -70,14 +153,28 @@ class _ObservedFile(io.FileIO):
 
 def _open(path: str, on_read: OnRead) -> io.BufferedReader:
     file = io.BufferedReader(_ObservedFile(path, on_read), _CHUNK_BYTES)
-    start = file.peek(len(_LFS_POINTER))
-    if not start:
+    try:
+        _refuse_foreign(path, file.peek(len(_FOREIGN[0][0]))[:256])
+    except _UnreadableError:
         file.close()
-        raise ValueError(f"{path} is empty (0 bytes); fetch it again or remove it")
-    if start.startswith(_LFS_POINTER):
-        file.close()
-        raise ValueError(f"{path} is a Git LFS pointer, not data; run `git lfs pull`")
+        raise
     return file
+
+
+def _refuse_foreign(path: str, start: bytes) -> None:
+    """Raises for a file whose first bytes `start` say that it is not what its name says."""
+    if not start:
+        raise _UnreadableError("is empty (0 bytes)", "fetch it again or remove it")
+    for signature, what, remedy in _FOREIGN:
+        if start.startswith(signature):
+            raise _UnreadableError(what, remedy)
+    plain = path.endswith((".jsonl", ".txt"))
+    if plain and start.startswith(_ZSTD_MAGIC):
+        raise _UnreadableError("is zstd data", "unpack it, or let the name of JSON end in .zst")
+    if plain and start.count(0) * 4 >= len(start):
+        raise _UnreadableError("is UTF-16 or UTF-32 text", "convert it to UTF-8 (iconv)")
+    if start.lstrip().startswith(b"<") and not path.endswith(".txt"):
+        raise _UnreadableError("is a web page or XML, not data", "fetch it again, logged in")
 
 
 def _read_whole(path: str, on_read: OnRead) -> bytes:
@@ -91,17 +188,17 @@ class _ZstdReader(io.RawIOBase):
     The library's own reader takes a file that is cut short for a short file.
     """
 
-    def __init__(self, file: io.BufferedReader, path: str):
+    def __init__(self, file: io.BufferedReader):
         import zstandard
 
         self._file = file
-        self._path = path
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame = self._new_frame()
         self._inside_frame = False
         self._compressed = b""
         self._plain = memoryview(b"")
+        self._number = 1  # of the frame
 
     def readable(self) -> bool:
         return True
@@ -112,7 +209,8 @@ class _ZstdReader(io.RawIOBase):
                 self._compressed = self._file.read(_CHUNK_BYTES)
             if not self._compressed:
                 if self._inside_frame:
-                    raise ValueError(f"{self._path} is cut short: its last zstd frame does not end")
+                    what = "is cut short: its last zstd frame does not end"
+                    raise _UnreadableError(what, _AGAIN, f"frame {self._number}")
                 return 0
             self._decompress()
         count = min(len(buffer), len(self._plain))
@@ -125,82 +223,110 @@ class _ZstdReader(io.RawIOBase):
         try:
             self._plain = memoryview(self._frame.decompress(self._compressed))
         except self._error as error:
-            raise ValueError(f"{self._path} is broken or not zstd data ({error})") from error
+            what = "is broken or not zstd data"
+            raise _UnreadableError(what, _AGAIN, f"frame {self._number}", error) from error
         self._compressed = b""
         if self._frame.eof:
             self._compressed = self._frame.unused_data
             self._frame = self._new_frame()
             self._inside_frame = False
+            self._number += 1
 
 
-def _read_jsonl(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _read_jsonl(path: str, on_read: OnRead) -> Iterator[Row | Fault]:
     with _open(path, on_read) as file:
-        yield from _json_rows(file, path)
+        yield from _json_rows(file)
 
 
-def _read_jsonl_zst(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _read_jsonl_zst(path: str, on_read: OnRead) -> Iterator[Row | Fault]:
     with _open(path, on_read) as file:
-        yield from _json_rows(io.BufferedReader(_ZstdReader(file, path), _CHUNK_BYTES), path)
+        yield from _json_rows(io.BufferedReader(_ZstdReader(file), _CHUNK_BYTES))
 
 
-def _json_rows(lines: Iterator[bytes], path: str) -> Iterator[_Row]:
+def _json_rows(lines: Iterator[bytes]) -> Iterator[Row | Fault]:
     for number, line in enumerate(lines, 1):
-        where = f"line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, {where}: not UTF-8 ({error.reason})") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, {where}: not a whole JSON value ({error})") from error
-        if not isinstance(row, dict) or TEXT not in row:
-            raise ValueError(f"{path}, {where}: not a JSON object with a '{TEXT}'")
-        yield where, row[TEXT], None
+        if line.strip():
+            yield _json_row(f"line {number}", line, "utf-8-sig" if number == 1 else "utf-8")
 
 
-def _read_parquet(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _json_row(where: str, line: bytes, encoding: str) -> Row | Fault:
+    try:
+        row = json.loads(line.decode(encoding))
+    except UnicodeDecodeError as error:
+        return Fault("not UTF-8", _TO_UTF8, where, error.reason)
+    except (ValueError, RecursionError) as error:
+        return Fault("not a whole JSON value", _MEND, where, str(error))
+    if not isinstance(row, dict) or TEXT not in row:
+        return Fault(f"not a JSON object with a '{TEXT}'", _MEND, where)
+    return Row(where, row[TEXT], None, _set_name(row.get(META)))
+
+
+def _read_parquet(path: str, on_read: OnRead) -> Iterator[Row | Fault]:
     import pyarrow
     from pyarrow import parquet
 
-    with _open(path, on_read):
-        pass  # says what is wrong with an empty file or a pointer
+    with _open(path, lambda num_bytes: None):
+        pass  # says what is wrong with a file that is none
+    size, row, told = os.path.getsize(path), 0, 0
     try:
         with parquet.ParquetFile(path) as file:
-            if TEXT not in file.schema_arrow.names:
-                raise ValueError(f"{path}: no column '{TEXT}' (has {file.schema_arrow.names})")
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[TEXT]):
-                for text in batch.column(0).to_pylist():
+            names = file.schema_arrow.names
+            if TEXT not in names:
+                raise _UnreadableError(f"has no column '{TEXT}', only {names}", "rename the column")
+            columns = [name for name in (TEXT, META) if name in names]
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                part = size * (row + batch.num_rows) // file.metadata.num_rows
+                on_read(part - told)
+                told = part
+                for cells in zip(*(_cells(column) for column in batch.columns), strict=True):
                     row += 1
-                    yield f"row {row}", text, None
+                    yield _parquet_row(f"row {row}", dict(zip(columns, cells, strict=True)))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is broken or not Parquet ({error})") from error
+        what = "is broken or not Parquet"
+        raise _UnreadableError(what, _AGAIN, f"after row {row}", error) from error
+
+
+def _cells(column) -> list:
+    """The values of a column; the error in place of one that is not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_cell(scalar) for scalar in column]
+
+
+def _cell(scalar) -> object:
+    try:
+        return scalar.as_py()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: a '{TEXT}' after row {row} is not UTF-8") from error
+        return error
 
 
-def _read_txt(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _parquet_row(where: str, cells: dict[str, object]) -> Row | Fault:
+    if isinstance(cells[TEXT], UnicodeDecodeError):
+        return Fault("not UTF-8", _TO_UTF8, where, cells[TEXT].reason)
+    return Row(where, cells[TEXT], None, _set_name(cells.get(META)))
+
+
+def _read_txt(path: str, on_read: OnRead) -> Iterator[Row | Fault]:
     data = _read_whole(path, on_read)
     try:
-        text = data.decode("utf-8-sig")
+        yield Row("line 1", data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8 ({error.reason})") from error
-    yield "line 1", text, None
+        yield Fault("not UTF-8", "convert the file to UTF-8 (iconv)", f"line {line}", error.reason)
 
 
-def _read_wiki_leads(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _read_wiki_leads(path: str, on_read: OnRead) -> Iterator[Row]:
     """Lead sections of Wikipedia articles, in the file's order; the title decides the split."""
     articles = json.loads(_read_whole(path, on_read))
     for title, article in articles.items():
-        yield f"article {title!r}", article["extract"], title
+        yield Row(f"article {title!r}", article["extract"], title)
 
 
-def _read_python_docs(path: str, on_read: OnRead) -> Iterator[_Row]:
+def _read_python_docs(path: str, on_read: OnRead) -> Iterator[Row]:
     """The topics of `pydoc`, then the docstrings of each module under the library at `path`."""
     for topic, text in sorted(pydoc_data.topics.topics.items()):
-        yield f"topic {topic!r}", text, topic
+        yield Row(f"topic {topic!r}", text, topic)
     library = pathlib.Path(path)
     for name in sorted(sys.stdlib_module_names):
         files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
@@ -209,7 +335,7 @@ def _read_python_docs(path: str, on_read: OnRead) -> Iterator[_Row]:
                 module = file.relative_to(library).as_posix()
                 docstrings = _docstrings(file)
                 if docstrings:
-                    yield f"module {module}", "\n\n".join(docstrings), module
+                    yield Row(f"module {module}", "\n\n".join(docstrings), module)
 
 
 def _docstrings(file: pathlib.Path) -> list[str]:
@@ -218,7 +344,7 @@ def _docstrings(file: pathlib.Path) -> list[str]:
     return [docstring for docstring in map(ast.get_docstring, nodes) if docstring]
 
 
-READERS: dict[str, Callable[[str, OnRead], Iterator[_Row]]] = {
+READERS: dict[str, Callable[[str, OnRead], Iterator[Row | Fault]]] = {
     ".jsonl": _read_jsonl,
     ".jsonl.zst": _read_jsonl_zst,
     ".parquet": _read_parquet,

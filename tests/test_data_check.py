@@ -1,0 +1,149 @@
+"""The preflight: everything wrong in a source is found, counted and named; nothing is written."""
+
+import json
+
+import data_corpus
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+from test_data_prepare import run_command, times
+
+from deconstruct.data import check, sources
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def faults(folder, **arguments):
+    """File -> [(where, what, count)] of a check by one process."""
+    reports = check.run(str(folder), num_processes=1, progress=False, **arguments)
+    return {
+        report.name: [(kind.places, kind.first.what, kind.count) for kind in report.faults]
+        for report in reports
+    }
+
+
+def whole_file_cases():
+    zst = zstandard.ZstdCompressor(write_checksum=True).compress(jsonl(data_corpus.texts(400)))
+    flipped = bytearray(zst)
+    flipped[len(zst) // 2] ^= 0x40
+    plain = jsonl(data_corpus.texts(3))
+    return {
+        "half.jsonl.zst": (zst[: len(zst) // 2], "frame 1", "is cut short: its last zstd frame"),
+        "checksum.jsonl.zst": (zst[:-3], "frame 1", "is cut short"),
+        "second_frame.jsonl.zst": (zst + zst[:-3], "frame 2", "is cut short"),
+        "flipped.jsonl.zst": (bytes(flipped), "frame 1", "is broken or not zstd data"),
+        "tail.jsonl.zst": (zst + b"tail", "frame 2", "is broken or not zstd data"),
+        "zero.jsonl.zst": (b"", "", "is empty (0 bytes)"),
+        "zero.parquet": (b"", "", "is empty (0 bytes)"),
+        "pointer.jsonl": (b"version https://git-lfs.github.com/spec/v1\n", "", "is a Git LFS"),
+        "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "", "is a Git LFS"),
+        "page.jsonl.zst": (b"<!DOCTYPE html><html>", "", "is a web page or XML, not data"),
+        "denied.jsonl": (b"\n<?xml version='1.0'?><Error>", "", "is a web page or XML"),
+        "gzip.jsonl": (b"\x1f\x8b\x08\x00", "", "is gzip data"),
+        "gzip.jsonl.zst": (b"\x1f\x8b\x08\x00", "", "is gzip data"),
+        "zip.txt": (b"PK\x03\x04\x14", "", "is a zip archive"),
+        "zstd.jsonl": (zst, "", "is zstd data"),
+        "utf16.jsonl": (plain.decode().encode("utf-16"), "", "is UTF-16 text"),
+        "utf16_unmarked.txt": ("some text".encode("utf-16-le"), "", "is UTF-16 or UTF-32 text"),
+        "cut.parquet": (b"PAR1 but no more", "after row 0", "is broken or not Parquet"),
+    }
+
+
+@pytest.mark.parametrize("name", list(whole_file_cases()))
+def test_file_that_cannot_be_read_is_named_and_the_next_is_read(tmp_path, name):
+    data, where, what = whole_file_cases()[name]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "zz.jsonl").write_bytes(jsonl(["good"]))
+    found = faults(tmp_path)
+    ((places, text, count),) = found[name]
+    assert text.startswith(what) and places == (where,) and count == 1
+    assert found["zz.jsonl"] == []
+    (file, _) = sources.list_files(str(tmp_path))
+    with pytest.raises(ValueError, match=name) as error:  # preparing refuses the same, and why
+        list(sources.read_documents(file))
+    assert text in str(error.value)
+
+
+def test_good_files_are_good(tmp_path):
+    """Several frames, skippable frames between them, a byte order mark, CRLF, blank lines."""
+    frame = zstandard.compress(jsonl(data_corpus.texts(20)))
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00size"
+    (tmp_path / "frames.jsonl.zst").write_bytes(frame + skippable + frame + frame)
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": ""}')
+    (tmp_path / "page.txt").write_text("<html> as a text")
+    table = pyarrow.table({"text": ["a", "b"], "meta": [None, "{"]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    reports = check.run(str(tmp_path), num_processes=1, progress=False)
+    assert [report.faults for report in reports] == [()] * 4
+    assert [report.documents for report in reports] == [60, 2, 1, 2]
+    assert sum(report.empty_documents for report in reports) == 1
+
+
+def test_bad_rows_are_all_counted_and_the_first_named(tmp_path):
+    lines = [b'{"text": "a \xfb"}'] * 5 + [b'{"text": null}', b'{"text": "cut', b'{"meta": 1}']
+    lines = [line for bad in lines for line in (bad, b'{"text": "good"}')]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    assert faults(tmp_path)["rows.jsonl"] == [
+        (("line 1", "line 3", "line 5"), "not UTF-8", 5),
+        (("line 11",), "'text' is null, not a string", 1),
+        (("line 13",), "not a whole JSON value", 1),
+        (("line 15",), "not a JSON object with a 'text'", 1),
+    ]
+    (report,) = check.run(str(tmp_path), num_processes=1, progress=False)
+    assert report.documents == 8 and report.text_bytes == 8 * len("good")
+
+
+def test_bad_parquet_rows(tmp_path):
+    text = pyarrow.array([b"good", b"\xfb", None, b"good"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    assert faults(tmp_path)["a.parquet"] == [
+        (("row 2",), "not UTF-8", 1),
+        (("row 3",), "'text' is null, not a string", 1),
+    ]
+
+
+def test_rows_without_a_set_are_faults_where_sets_are_chosen(tmp_path):
+    rows = [*data_corpus.slimpajama_rows(["a", "b"]), {"text": "c"}, {"text": "d", "meta": {}}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert faults(tmp_path)["a.jsonl"] == []
+    (fault,) = faults(tmp_path, choice=["RedPajamaC4"])["a.jsonl"]
+    assert fault[0] == ("line 3", "line 4") and fault[2] == 2
+
+
+def test_processes_find_the_same(tmp_path):
+    for name, (data, _, _) in whole_file_cases().items():
+        (tmp_path / name).write_bytes(data)
+    alone = check.run(str(tmp_path), num_processes=1, progress=False)
+    assert check.run(str(tmp_path), num_processes=2, progress=False) == alone
+
+
+def test_command(tmp_path):
+    source = data_corpus.write_slimpajama(tmp_path / "source")
+    before = times(tmp_path)
+    fine = run_command(f"--source={source}", "--check", "--num_processes=1")
+    assert fine.returncode == 0, fine.stderr
+    assert fine.stdout.startswith("nothing is wrong with 6 files; they hold 72 good documents")
+    bad = source / "train/chunk2/example_train_1.jsonl.zst"
+    bad.write_bytes(bad.read_bytes()[:-9])
+    before = times(tmp_path)
+    failed = run_command(f"--source={source}", "--check", "--num_processes=1")
+    assert failed.returncode == 1
+    header, row, counts = failed.stdout.splitlines()
+    assert header.split() == ["file", "where", "what", "remedy"]
+    assert [cell.strip() for cell in row.split("  ") if cell] == [
+        "train/chunk2/example_train_1.jsonl.zst",
+        "frame 1",
+        "is cut short: its last zstd frame does not end",
+        "fetch it again",
+    ]
+    assert counts.startswith("1 faults in 1 of 6 files; they hold 60 good documents")
+    assert times(tmp_path) == before
+
+
+def test_places_in_the_table(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"x\n" * 1234)
+    text = check.summary(check.run(str(tmp_path), num_processes=1, progress=False))
+    assert "line 1, 2, 3 and 1,231 more  not a whole JSON value (Expecting value: " in text
