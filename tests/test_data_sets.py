@@ -48,10 +48,13 @@ def test_each_set_is_counted_and_nothing_is_lost(source, output):
         sets = info.sets[split]
         assert set(sets) == set(data_corpus.SETS)
         assert {n: (c.documents, c.text_bytes) for n, c in sets.items()} == counted(source, split)
+        assert sum(shard.document_tokens for shard in info.shards[split]) == totals["tokens"]
         for name in ("documents", "text_bytes", "tokens"):
             assert sum(getattr(counts, name) for counts in sets.values()) == totals[name]
     assert info.counts["train"]["documents"] == 48  # of 4 small files
     lines = prepare.summary(info).splitlines()
+    tokens = info.counts["train"]["tokens"]
+    assert f"    no token is lost: {tokens:,} of documents, {tokens:,} in rows" in lines
     book = info.sets["train"]["RedPajamaBook"]
     assert (
         f"    RedPajamaBook: {book.documents:,} documents, {book.text_bytes:,} bytes, "
@@ -103,7 +106,7 @@ def test_data_without_a_choice_is_what_it_was(output):
     path = output / prepared.INFO_FILE
     content = json.loads(path.read_text())
     for shard in (shard for own in content["shards"].values() for shard in own):
-        del shard["sets"], shard["other_documents"]
+        del shard["sets"], shard["other_documents"], shard["document_tokens"]
     whole = path.read_text()
     path.write_text(json.dumps(content))
     try:
@@ -192,15 +195,17 @@ def test_estimate_is_near_the_truth(tmp_path, output):
     text = dataclasses.replace(found, core_seconds=9000.0).text(4)
     assert re.fullmatch(
         r"estimate from the first [\d,]+ documents of 6 files, for \d+\.\d MB of input: "
-        r"\d+\.\dM tokens, \d+\.\d MB to write, 2\.5 hours of one core, so 37\.5 minutes in 4 "
-        "processes",
+        r"\d+\.\dM tokens, \d+\.\d MB to write, 2\.5 hours of one core, so 2\.5 hours in 4 "
+        r"process\(es\)",
         text,
     ), text
     assert found.text(None).endswith("of one core")
+    shared = dataclasses.replace(found, core_seconds=9000.0, largest_share=0.1)
+    assert shared.text(4).endswith("of one core, so 37.5 minutes in 4 process(es)")
 
 
 def test_estimate_warns_of_a_full_disk(tmp_path, caplog):
-    found = estimate.Estimate(1, 1, 10, 1.0, 1e18, 1.0)
+    found = estimate.Estimate(1, 1, 10, 1.0, 1e18, 1.0, 1.0)
     estimate.warn_of_a_full_disk(found, str(tmp_path))
     assert "less than the estimated 1000000.0 TB" in caplog.text
 

@@ -34,6 +34,7 @@ class Estimate:
       tokens: tokens in rows.
       output_bytes: bytes of the shards.
       core_seconds: processor time, over all processes.
+      largest_share: share of the input in the largest unit, which one process does alone.
     """
 
     sample_documents: int
@@ -42,14 +43,14 @@ class Estimate:
     tokens: float
     output_bytes: float
     core_seconds: float
+    largest_share: float
 
     def text(self, num_processes: int | None) -> str:
         """One line, with the time that `num_processes` at once need; None leaves that out."""
-        several = (
-            f", so {_duration(self.core_seconds / num_processes)} in {num_processes} processes"
-            if num_processes is not None
-            else ""
-        )
+        several = ""
+        if num_processes is not None:
+            seconds = self.core_seconds * max(1 / num_processes, self.largest_share)
+            several = f", so {_duration(seconds)} in {num_processes} process(es)"
         return (
             f"estimate from the first {self.sample_documents:,} documents of {self.sample_files} "
             f"files, for {_size(self.input_bytes)} of input: {self.tokens / 1e6:,.1f}M tokens, "
@@ -88,6 +89,7 @@ def measure(pending: Sequence[units.Unit], tokenizer: tokenizer_lib.Tokenizer) -
         tokens=times_text * shard.tokens,
         output_bytes=times_text * shard.num_bytes,
         core_seconds=times_input * read_seconds + times_text * write_seconds,
+        largest_share=max(unit.num_bytes for unit in pending) / input_bytes,
     )
 
 

@@ -329,6 +329,12 @@ def summary(info: prepared.PreparedInfo) -> str:
             f"{counts['rows']:,} rows of {info.max_len + 1}; {counts['empty_documents']:,} empty "
             f"documents left out; {counts['inexact_cuts']:,} inexact cuts of long texts"
         )
+        document_tokens = sum(shard.document_tokens for shard in info.shards[split])
+        if document_tokens:
+            lines.append(
+                f"    no token is lost: {document_tokens:,} of documents, "
+                f"{counts['tokens']:,} in rows"
+            )
         others = sum(shard.other_documents for shard in info.shards[split])
         if "sets" in info.builder_config:
             lines.append(f"    {others:,} documents of other sets left out")

@@ -69,6 +69,8 @@ class ShardInfo:
       empty_documents: documents left out because they hold white space alone.
       inexact_cuts: cuts of very long texts that may have changed ids, see `tokenizer`.
       max_token_id: the largest id in it; -1 without rows.
+      document_tokens: tokens of its documents, counted before they were packed, which `tokens` must
+        be; 0 in data made before it was stored.
       other_documents: documents left out because their sets were not chosen.
       sets: name -> counts of each set that rows of the source name.
     """
@@ -82,6 +84,7 @@ class ShardInfo:
     empty_documents: int
     inexact_cuts: int
     max_token_id: int
+    document_tokens: int = 0
     other_documents: int = 0
     sets: Mapping[str, SetCounts] = dataclasses.field(default_factory=dict)
 

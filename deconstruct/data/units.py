@@ -220,6 +220,7 @@ class ShardWriter:
             empty_documents=self._empty,
             inexact_cuts=self._inexact_cuts,
             max_token_id=self._max_token_id,
+            document_tokens=self._tokens_in,
             other_documents=self.other_documents,
             sets=self._sets,
         )
