@@ -52,12 +52,15 @@ def _walk(directory: epath.Path) -> Iterator[epath.Path]:
 
 def _fault(path: epath.Path, size: int, crc: int | None) -> str | None:
     """What is wrong with a file, None when nothing is."""
-    if not path.exists():
-        return "is missing"
-    if (found := path.stat().length) != size:
-        return f"has {found} bytes instead of {size}"
-    if crc is not None and _crc(path) != crc:
-        return f"has other contents than were written (CRC-32 is not {crc})"
+    try:
+        if not path.exists():
+            return "is missing"
+        if (found := path.stat().length) != size:
+            return f"has {found} bytes instead of {size}"
+        if crc is not None and _crc(path) != crc:
+            return f"has other contents than were written (CRC-32 is not {crc})"
+    except OSError as error:
+        return f"does not read: {error}"
     return None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -73,8 +74,16 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        """Closes. A save that fails now never hides why the block was left."""
+        try:
+            self.close()
+        except ValueError as failure:
+            if error is None:
+                raise
+            if isinstance(error, ValueError):
+                raise ValueError(f"{error}; besides, {failure}") from error
+            _log.error("%s", failure)
 
     def restore(self, abstract_weights: Any, abstract_optimizer: Any) -> Restored | None:
         """The newest step that loads, or None when the directory holds none at all.
@@ -88,8 +97,13 @@ class Checkpointer:
 
         Raises:
           ValueError: the newest readable step belongs to another run (the differences are listed),
-            or steps exist and none of them loads.
+            steps exist and none of them loads, or something that is no directory is in the way.
         """
+        if os.path.lexists(self.directory) and not self.directory.is_dir():
+            raise ValueError(
+                f"{self.directory} is no directory, or a link to one that is not there (is its "
+                "disk mounted?): mend it, or give another --workdir"
+            )
         refusals = dict.fromkeys(self._strangers(), "is not a step's name")
         for step in reading.stored_steps(self.directory):
             restored, reason = self._try(step, abstract_weights, abstract_optimizer)
@@ -145,7 +159,7 @@ class Checkpointer:
         metadata = Metadata(step, data_position, tokens, validation_loss, self._identity)
         self._policy.losses[step] = validation_loss
         self._saving = step
-        with _failure_explained(self.directory):
+        with self._abandoned_on_failure():
             saved = manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -176,15 +190,8 @@ class Checkpointer:
         """Returns when the save in progress is complete; ValueError when it failed."""
         if self._manager is None:
             return
-        try:
-            with _failure_explained(self.directory):
-                self._manager.wait_until_finished()
-        except ValueError:
-            # Orbax has already forgotten the steps that this save would have replaced: the next
-            # save shall read the directory anew.
-            manager, self._manager = self._manager, None
-            manager.close()
-            raise
+        with self._abandoned_on_failure():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the save in progress and ends the background threads; raises as `wait`."""
@@ -266,6 +273,21 @@ class Checkpointer:
                 ),
             )
         return self._manager
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        """What fails inside is explained, and the next save opens the directory anew.
+
+        Orbax has already forgotten the steps that the failed one would have replaced.
+        """
+        try:
+            with _failure_explained(self.directory):
+                yield
+        except ValueError:
+            manager, self._manager = self._manager, None
+            with contextlib.suppress(OSError, ValueError):  # the same failure, of another item
+                manager.close()
+            raise
 
     def _list_files(self) -> None:
         """Called by Orbax on one host when all of a step is written and not yet committed."""

@@ -151,9 +151,13 @@ def find_step(
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text on one line, cut at 300 characters, its type where it has no text."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    """An error's text on one line, its type where it has none.
+
+    A long one loses its middle: what failed stands at its beginning and why at its end. So does
+    TensorStore's, before all that it was configured with.
+    """
+    text = " ".join(str(error).partition("[tensorstore_spec=")[0].split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 @contextlib.contextmanager
