@@ -7,9 +7,9 @@ import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
-from test_data_prepare import run_command, times
+from test_data_prepare import run_command, shards, times
 
-from deconstruct.data import check, sources
+from deconstruct.data import check, loader, prepare, report, sources
 
 
 def jsonl(texts):
@@ -125,7 +125,7 @@ def test_command(tmp_path):
     before = times(tmp_path)
     fine = run_command(f"--source={source}", "--check", "--num_processes=1")
     assert fine.returncode == 0, fine.stderr
-    assert fine.stdout.startswith("nothing is wrong with 6 files; they hold 72 good documents")
+    assert fine.stdout.startswith("nothing is wrong with 6 file(s), which hold 72 good documents")
     bad = source / "train/chunk2/example_train_1.jsonl.zst"
     bad.write_bytes(bad.read_bytes()[:-9])
     before = times(tmp_path)
@@ -139,7 +139,7 @@ def test_command(tmp_path):
         "is cut short: its last zstd frame does not end",
         "fetch it again",
     ]
-    assert counts.startswith("1 faults in 1 of 6 files; they hold 60 good documents")
+    assert counts.startswith("1 fault(s) in 1 of 6 file(s), which hold 60 good documents")
     assert times(tmp_path) == before
 
 
@@ -147,3 +147,48 @@ def test_places_in_the_table(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"x\n" * 1234)
     text = check.summary(check.run(str(tmp_path), num_processes=1, progress=False))
     assert "line 1, 2, 3 and 1,231 more  not a whole JSON value (Expecting value: " in text
+
+
+def test_skipped_faults_are_counted_and_logged_once_a_file(tmp_path, caplog):
+    """Two files that cannot be read on, one with bad rows, two good ones; the tokenizer's too."""
+    source = data_corpus.write_source(tmp_path / "source")
+    with open(source / "part_1.jsonl", "ab") as file:
+        file.write(b'{"text": null}\n{"text": "\xfb"}\n' + jsonl(["after the bad rows"]))
+    zst = zstandard.compress(jsonl(data_corpus.texts(9, seed=7)))
+    (source / "a_page.jsonl.zst").write_bytes(b"<html>")
+    (source / "b_second_frame.jsonl.zst").write_bytes(zst + zst[:-3])
+    settings = data_corpus.settings(
+        source,
+        tmp_path / "data",
+        skip_faults=True,
+        unit_bytes=1 << 30,
+        validation_share=0.0,
+    )
+    info = prepare.prepare(settings, progress=False)
+    (shard,) = info.shards["train"]
+    assert (shard.bad_rows, shard.cut_files) == (2, 2)
+    assert shard.documents >= 3 * 40 + 1 + 9
+    assert "    skipped: 2 bad rows, 2 files or ends of files" in report.summary(info).splitlines()
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.partition(" ")[0].rpartition("/")[2] for message in messages] == [
+        "a_page.jsonl.zst",
+        "b_second_frame.jsonl.zst",
+        "part_1.jsonl,",
+    ]
+    assert "line 41: 'text' is null, not a string; mend" in messages[2]
+    dataset = loader.open_dataset(settings.output)
+    rows = dataset.rows("train", range(dataset.num_rows("train")))
+    assert sum(row.num_tokens for row in rows) == shard.document_tokens
+    assert info.builder_config["skip_faults"] is True
+
+
+def test_faults_that_are_not_to_be_skipped_stop(tmp_path):
+    source = data_corpus.write_source(tmp_path / "source")
+    (source / "z.jsonl").write_bytes(b'{"text": null}')
+    settings = data_corpus.settings(source, tmp_path / "data", skip_faults=True)
+    prepare.prepare(settings, progress=False)
+    pool = data_corpus.settings(source, tmp_path / "pool", skip_faults=True, num_processes=2)
+    prepare.prepare(pool, progress=False)
+    assert shards(tmp_path / "pool") == shards(tmp_path / "data")
+    with pytest.raises(ValueError, match="skip_faults True there, None now"):
+        prepare.prepare(data_corpus.settings(source, tmp_path / "data"), progress=False)

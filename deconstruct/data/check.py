@@ -99,9 +99,9 @@ def summary(reports: Sequence[FileReport]) -> str:
     """A table of what is wrong, if anything is, and a line of counts."""
     bad = [report for report in reports if report.faults]
     num_faults = sum(kind.count for report in bad for kind in report.faults)
-    verdict = f"{num_faults:,} faults in {len(bad):,} of" if bad else "nothing is wrong with"
+    verdict = f"{num_faults:,} fault(s) in {len(bad):,} of" if bad else "nothing is wrong with"
     counts = (
-        f"{verdict} {len(reports):,} files; they hold "
+        f"{verdict} {len(reports):,} file(s), which hold "
         f"{sum(report.documents for report in reports):,} good documents "
         f"({sum(report.empty_documents for report in reports):,} of them empty), "
         f"{sum(report.text_bytes for report in reports):,} bytes of text"

@@ -68,7 +68,7 @@ def measure(pending: Sequence[units.Unit], tokenizer: tokenizer_lib.Tokenizer) -
     files = [(unit, file) for unit in pending for file in unit.files]
     chosen = files[:: -(-len(files) // SAMPLE_FILES)]
     begin = time.process_time()
-    samples = [_first_documents(file, unit.sets) for unit, file in chosen]
+    samples = [_first_documents(file, unit) for unit, file in chosen]
     read_seconds = time.process_time() - begin
     read_bytes = sum(num_bytes for _, num_bytes in samples)
     text_bytes = sum(_num_bytes(document) for documents, _ in samples for document in documents)
@@ -107,7 +107,7 @@ def warn_of_a_full_disk(estimate: Estimate, output: str) -> None:
 
 
 def _first_documents(
-    file: sources.SourceFile, choice: Sequence[str] | None
+    file: sources.SourceFile, unit: units.Unit
 ) -> tuple[list[readers.Document], int]:
     """The documents of a file's first reads, about a MB or more, and the input bytes of these."""
     num_read = before = found = 0
@@ -117,12 +117,12 @@ def _first_documents(
         num_read += num_bytes
 
     documents = []
-    for document in sources.read_documents(file, on_read):
+    for document in sources.read_documents(file, on_read, unit.on_fault):
         if num_read > before and found >= SAMPLE_TEXT_BYTES:
             return documents, before
         before = num_read
         found += _num_bytes(document)
-        if sets.is_chosen(file.path, document, choice):
+        if sets.is_chosen(file.path, document, unit.sets):
             documents.append(document)
     return documents, file.num_bytes
 

@@ -22,7 +22,18 @@ from absl import flags, logging
 
 from deconstruct import entry
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import beam_runner, check, estimate, pool, prepared, sets, sources, units
+from deconstruct.data import (
+    beam_runner,
+    check,
+    estimate,
+    pool,
+    prepared,
+    readers,
+    report,
+    sets,
+    sources,
+    units,
+)
 from deconstruct.data import output as output_lib
 
 RUNNERS = ("processes", "beam")
@@ -42,6 +53,8 @@ class PrepareSettings:
       validation_share: share of documents held out where the source has no validation split.
       unit_bytes: size of a unit of work in input bytes.
       sets: the sets of SlimPajama that are taken, see `sets`; None takes every document.
+      skip_faults: whether bad rows, and the rest of files that cannot be read further, are skipped,
+        counted and logged; else the first is an error.
       num_processes: processes at a time; None is one per core.
       runner: what runs the units, one of RUNNERS. Like the number of processes, it does not change
         the result.
@@ -55,6 +68,7 @@ class PrepareSettings:
     validation_share: float = 0.02
     unit_bytes: int = UNIT_BYTES
     sets: tuple[str, ...] | None = None
+    skip_faults: bool = False
     num_processes: int | None = None
     runner: str = "processes"
     beam_options: str = ""
@@ -148,8 +162,12 @@ def _config_without_source(settings: PrepareSettings) -> dict[str, Any]:
         "validation_share": settings.validation_share,
         "unit_bytes": settings.unit_bytes,
     }
-    # Only a choice is recorded, so that data made before there was any is still what it was.
-    return config if settings.sets is None else config | {"sets": list(settings.sets)}
+    # Only what is asked for is recorded, so that data made before one could is still what it was.
+    if settings.sets is not None:
+        config["sets"] = list(settings.sets)
+    if settings.skip_faults:
+        config["skip_faults"] = True
+    return config
 
 
 def _read_finished(output: pathlib.Path) -> prepared.PreparedInfo | None:
@@ -181,7 +199,7 @@ def _reuse_without_source(
 ) -> prepared.PreparedInfo:
     """`finished`, with a warning, if it agrees in all that can be known without the source."""
     now = _config_without_source(settings)
-    there = {key: finished.builder_config.get(key) for key in {*now, "sets"}}
+    there = {key: finished.builder_config.get(key) for key in {*now, "sets", "skip_faults"}}
     different = output_lib.differences(
         there | {"source": finished.source}, now | {"source": sources.name_of(settings.source)}
     )
@@ -226,11 +244,12 @@ def _training_texts(
     settings: PrepareSettings, files: Sequence[sources.SourceFile]
 ) -> Iterator[str]:
     """Texts of the training split from the first on, until BPE_TRAINING_BYTES are reached."""
+    on_fault = readers.skip if settings.skip_faults else readers.stop
     num_bytes = 0
     for file in files:
         if file.split not in (None, "train"):
             continue
-        for document in sources.read_documents(file):
+        for document in sources.read_documents(file, on_fault=on_fault):
             if not sets.is_chosen(file.path, document, settings.sets):
                 continue
             if sources.split_of(file, document, settings.validation_share) != "train":
@@ -255,6 +274,7 @@ def _make(
         max_len=settings.max_len,
         validation_share=settings.validation_share,
         sets=settings.sets,
+        skip_faults=settings.skip_faults,
     )
     done = {unit.index: units.finished(unit) for unit in plan}
     pending = [unit for unit in plan if done[unit.index] is None]
@@ -320,32 +340,6 @@ def _finish(
     return info
 
 
-def summary(info: prepared.PreparedInfo) -> str:
-    """Lines for each split and its sets, and where the data is."""
-    lines = [f"{info.path}: vocabulary {info.vocab_size}, fingerprint {info.data_fingerprint}"]
-    for split, counts in info.counts.items():
-        lines.append(
-            f"  {split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens in "
-            f"{counts['rows']:,} rows of {info.max_len + 1}; {counts['empty_documents']:,} empty "
-            f"documents left out; {counts['inexact_cuts']:,} inexact cuts of long texts"
-        )
-        document_tokens = sum(shard.document_tokens for shard in info.shards[split])
-        if document_tokens:
-            lines.append(
-                f"    no token is lost: {document_tokens:,} of documents, "
-                f"{counts['tokens']:,} in rows"
-            )
-        others = sum(shard.other_documents for shard in info.shards[split])
-        if "sets" in info.builder_config:
-            lines.append(f"    {others:,} documents of other sets left out")
-        lines += [
-            f"    {name}: {found.documents:,} documents, {found.text_bytes:,} bytes, "
-            f"{found.tokens:,} tokens"
-            for name, found in sorted(info.sets[split].items())
-        ]
-    return "\n".join(lines)
-
-
 def _define_flags() -> None:
     """Only as a command: training imports this file, and its flags are others."""
     flags.DEFINE_string("source", None, "File, folder, glob, wiki_leads or python_docs.")
@@ -356,6 +350,7 @@ def _define_flags() -> None:
         "validation_share", 0.02, "Share of documents held out where the source has no validation/."
     )
     flags.DEFINE_list("sets", None, f"Sets of SlimPajama to take, of {', '.join(sets.NAMES)}.")
+    flags.DEFINE_boolean("skip_faults", False, "Skip, count and log what is wrong; do not stop.")
     flags.DEFINE_integer("num_processes", None, "Processes at a time; default one per core.")
     flags.DEFINE_string("runner", "processes", f"What runs the units: {', '.join(RUNNERS)}.")
     flags.DEFINE_string("beam_options", "", "Apache Beam's pipeline options, in one string.")
@@ -378,8 +373,8 @@ def main(argv: Sequence[str]) -> int:
     if checks_only:
         reports = check.run(values["source"], values["sets"], values["num_processes"])
         print(check.summary(reports))
-        return int(any(report.faults for report in reports))
-    print(summary(prepare(PrepareSettings(**values))))
+        return int(any(file.faults for file in reports))
+    print(report.summary(prepare(PrepareSettings(**values))))
     return 0
 
 

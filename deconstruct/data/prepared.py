@@ -72,6 +72,8 @@ class ShardInfo:
       document_tokens: tokens of its documents, counted before they were packed, which `tokens` must
         be; 0 in data made before it was stored.
       other_documents: documents left out because their sets were not chosen.
+      bad_rows: rows that were skipped because something is wrong with them.
+      cut_files: files that were not read, or not to their ends, for the same reason.
       sets: name -> counts of each set that rows of the source name.
     """
 
@@ -86,6 +88,8 @@ class ShardInfo:
     max_token_id: int
     document_tokens: int = 0
     other_documents: int = 0
+    bad_rows: int = 0
+    cut_files: int = 0
     sets: Mapping[str, SetCounts] = dataclasses.field(default_factory=dict)
 
 

@@ -1,12 +1,12 @@
 """One file to its documents, per format, and what is wrong in it, by file and line.
 
-Policy. `read` skips nothing: JSON that does not parse, a row without `text`, a `text` that is null
-or not a string, bytes that are not UTF-8, a compressed file that ends too early, an empty file and
-one that is no data at all (a pointer, a web page, another encoding) are each a ValueError. `survey`
-goes on after a bad row and yields what is wrong among the documents. Lines are separated by
-newlines alone (a text may hold U+2028); blank lines between JSON rows are not rows. A .txt file is
-one document. Documents without anything but white space are yielded like others; `units` counts and
-leaves them out.
+Policy. Unless told otherwise `read` skips nothing: JSON that does not parse, a row without `text`,
+a `text` that is null or not a string, bytes that are not UTF-8, a compressed file that ends too
+early, an empty file and one that is no data at all (a pointer, a web page, another encoding) are
+each a ValueError. `survey` goes on after a bad row and yields what is wrong among the documents.
+Lines are separated by newlines alone (a text may hold U+2028); blank lines between JSON rows are
+not rows. A .txt file is one document. Documents without anything but white space are yielded like
+others; `units` counts and leaves them out.
 """
 
 import ast
@@ -60,6 +60,9 @@ class Fault(NamedTuple):
         return f"{place} {self.what}{f' ({detail})' if detail else ''}; {self.remedy}"
 
 
+OnFault = Callable[[str, Fault], None]  # given the file; raises, or lets reading go on
+
+
 class Row(NamedTuple):
     """A row as it was read: `text` may be anything. A key of None stands for the text."""
 
@@ -92,16 +95,27 @@ _FOREIGN = (
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def read(path: str, format: str, on_read: OnRead) -> Iterator[Document]:
+def stop(path: str, fault: Fault) -> None:
+    """Raises the ValueError that `fault` of the file at `path` is."""
+    raise ValueError(fault.message(path))
+
+
+def skip(path: str, fault: Fault) -> None:
+    """Goes on, and says nothing: for those who read what another reads, too."""
+
+
+def read(path: str, format: str, on_read: OnRead, on_fault: OnFault = stop) -> Iterator[Document]:
     """The documents of the file (or folder) at `path`, in order. `format` is a key of READERS.
 
     Raises:
-      ValueError: the first bad row, with file and line; a file that is empty or cut short.
+      ValueError: unless `on_fault` does something else, the first bad row, with file and line, or a
+        file that is empty or cut short.
     """
     for found in survey(path, format, on_read):
         if isinstance(found, Fault):
-            raise ValueError(found.message(path))
-        yield found
+            on_fault(path, found)
+        else:
+            yield found
 
 
 def survey(path: str, format: str, on_read: OnRead) -> Iterator[Document | Fault]:

@@ -41,6 +41,7 @@ class Config(tfds.core.BuilderConfig):
     max_len: int
     validation_share: float = 0.02
     sets: tuple[str, ...] | None = None
+    skip_faults: bool = False
     num_processes: int | None = None
     runner: str = "processes"
     beam_options: str = ""

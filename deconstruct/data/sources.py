@@ -120,10 +120,12 @@ def ends_sha256(files: Sequence[SourceFile]) -> str:
 
 
 def read_documents(
-    file: SourceFile, on_read: readers.OnRead = lambda num_bytes: None
+    file: SourceFile,
+    on_read: readers.OnRead = lambda num_bytes: None,
+    on_fault: readers.OnFault = readers.stop,
 ) -> Iterator[readers.Document]:
     """The documents of one file; `on_read` is told how many bytes of it were read."""
-    return readers.read(file.path, file.format, on_read)
+    return readers.read(file.path, file.format, on_read, on_fault)
 
 
 def split_of(file: SourceFile, document: readers.Document, validation_share: float) -> str:

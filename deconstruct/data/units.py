@@ -10,6 +10,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from absl import logging
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from deconstruct import tokenizer as tokenizer_lib
@@ -31,6 +32,8 @@ class Unit:
       max_len: tokens a row trains on.
       validation_share: share of documents held out of files without a split of their own.
       sets: the sets whose documents are taken; None takes all.
+      skip_faults: whether bad rows, and the rest of files that cannot be read further, are left out
+        and counted; else the first is an error.
     """
 
     index: int
@@ -40,6 +43,12 @@ class Unit:
     max_len: int
     validation_share: float
     sets: tuple[str, ...] | None = None
+    skip_faults: bool = False
+
+    @property
+    def on_fault(self) -> readers.OnFault:
+        """For those who read some of its documents, but do not count."""
+        return readers.skip if self.skip_faults else readers.stop
 
     @property
     def counts_path(self) -> pathlib.Path:
@@ -58,6 +67,7 @@ def plan_units(
     max_len: int,
     validation_share: float,
     sets: tuple[str, ...] | None = None,
+    skip_faults: bool = False,
 ) -> list[Unit]:
     """Consecutive files of one split, up to `unit_bytes` together; a larger file is one unit."""
     groups: list[list[sources.SourceFile]] = []
@@ -77,7 +87,16 @@ def plan_units(
         for split in own:
             shards.append((split, prepared.shard_file(split, used[split], totals[split])))
             used[split] += 1
-        unit = Unit(index, tuple(group), tuple(shards), output, max_len, validation_share, sets)
+        unit = Unit(
+            index,
+            tuple(group),
+            tuple(shards),
+            output,
+            max_len,
+            validation_share,
+            sets,
+            skip_faults,
+        )
         units.append(unit)
     return units
 
@@ -103,7 +122,7 @@ def prepare_unit(
     Shards and counts are written under temporary names and renamed, the counts last.
 
     Raises:
-      ValueError: the first bad row, with file and line.
+      ValueError: the first bad row, with file and line, unless faults are skipped.
       OSError: a shard cannot be written.
     """
     folder = pathlib.Path(unit.output)
@@ -134,12 +153,14 @@ def _batches(
 ) -> Iterator[list[_SplitDocument]]:
     """Documents with their split, in order, in lists that are worth encoding together.
 
-    Documents of other sets than the chosen ones only count, with the writer of their split.
+    Documents of other sets than the chosen ones only count, with the writer of their split. So do
+    faults that are skipped, with the first writer: their split may be unknown.
     """
+    on_fault = _counting(next(iter(writers.values()))) if unit.skip_faults else readers.stop
     batch: list[_SplitDocument] = []
     characters = 0
     for file in unit.files:
-        for document in sources.read_documents(file, on_read):
+        for document in sources.read_documents(file, on_read, on_fault):
             split = sources.split_of(file, document, unit.validation_share)
             if not sets.is_chosen(file.path, document, unit.sets):
                 writers[split].other_documents += 1
@@ -150,6 +171,22 @@ def _batches(
                 yield batch
                 batch, characters = [], 0
     yield batch
+
+
+def _counting(writer: "ShardWriter") -> readers.OnFault:
+    """Counts faults with `writer` and logs the first of each file."""
+    logged = set()
+
+    def on_fault(path: str, fault: readers.Fault) -> None:
+        if fault.ends_file:
+            writer.cut_files += 1
+        else:
+            writer.bad_rows += 1
+        if path not in logged:
+            logging.warning("%s. Skipped, as all faults of this file", fault.message(path))
+            logged.add(path)
+
+    return on_fault
 
 
 @contextlib.contextmanager
@@ -167,6 +204,7 @@ class ShardWriter:
     Attributes:
       other_documents: documents of sets that were not chosen, to be counted by whoever left them
         out.
+      bad_rows, cut_files: faults that were skipped, likewise.
     """
 
     def __init__(self, path: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, max_len: int):
@@ -180,7 +218,7 @@ class ShardWriter:
         self._documents = self._text_bytes = self._empty = self._inexact_cuts = 0
         self._max_token_id = -1
         self._sets: dict[str, prepared.SetCounts] = {}
-        self.other_documents = 0
+        self.other_documents = self.bad_rows = self.cut_files = 0
 
     def add(self, documents: Sequence[readers.Document]) -> None:
         """Writes the rows that `documents` fill; the rest waits for more."""
@@ -222,6 +260,8 @@ class ShardWriter:
             max_token_id=self._max_token_id,
             document_tokens=self._tokens_in,
             other_documents=self.other_documents,
+            bad_rows=self.bad_rows,
+            cut_files=self.cut_files,
             sets=self._sets,
         )
 
