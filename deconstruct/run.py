@@ -10,14 +10,15 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from deconstruct import checkpoint, flops, generate, metrics, objective, sharding, step
+from deconstruct import checkpoint, flops, metrics, objective, sharding, step
 from deconstruct import config as config_lib
 from deconstruct import tokenizer as tokenizer_lib
+from deconstruct.conclusion import conclude
 from deconstruct.config import Config
 from deconstruct.data import loader
 from deconstruct.resume import (
@@ -34,8 +35,6 @@ from deconstruct.stopping import Stop
 
 _log = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 48
-
 
 def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> None:
     """Trains to `config.num_steps`, from the newest checkpoint in `workdir` where there is one.
@@ -48,9 +47,9 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
 
     Raises:
       ValueError: whatever the user can mend: config, data, workdir, a checkpoint of another run, a
-        step that is not finite, a stop by SIGTERM after a new step was saved.
+        step that is not finite, a disk that fails, a stop by SIGTERM after a new step was saved.
     """
-    with Stop() as stop:
+    with Stop() as stop, disk_failure_explained(workdir):
         devices = choose_devices(config.compute.platform)
         run = set_up(config, open_workdir(workdir), devices)
         identity = identity_of(run)
@@ -67,6 +66,18 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
             ) as writer:
                 state = Loop(run, saved, writer, tokens, stop).run(state)
         conclude(run, state)
+
+
+@contextlib.contextmanager
+def disk_failure_explained(workdir: str) -> Iterator[None]:
+    """One ValueError for what a disk does that is full, unmounted or broken."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"a file did not write or read: {error}. Checkpoints in {workdir} are whole: mend the "
+            "disk and run the same command again"
+        ) from error
 
 
 def write_facts(run: Run, identity: checkpoint.Identity) -> None:
@@ -118,9 +129,9 @@ class Loop:
     def run(self, state: TrainState) -> TrainState:
         """The state after num_steps."""
         first, last = int(state.step), self.config.num_steps
-        self.progress = metrics.Progress(last, first)
-        self.make_up_validation(first, state)
         if first == last:
+            with contextlib.closing(metrics.Progress(last, first)) as self.progress:
+                self.make_up_validation(first, state)
             print(f"all {last} steps are done; nothing is left to train")
             return state
         self.describe(state)
@@ -129,8 +140,9 @@ class Loop:
         train_step = step.compile_train_step(self.setup.program, self.setup.mesh, batch_shape)
         with (
             contextlib.closing(self.batches(first)) as batches,
-            contextlib.closing(self.progress),
+            contextlib.closing(metrics.Progress(last, first)) as self.progress,
         ):
+            self.make_up_validation(first, state)
             self.clock.start()
             for number in range(first + 1, last + 1):
                 batch = sharding.place_batch(next(batches), self.setup.mesh)
@@ -355,41 +367,3 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
 def bytes_per_device(tree) -> int:
     """Bytes of a tree's arrays on this process's first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def conclude(run: Run, state: TrainState) -> None:
-    """The last lines: validation loss against the unigram entropy, and a sample."""
-    path = run.workdir / metrics.METRICS_FILE
-    records = [r for r in metrics.read_metrics(path) if r["kind"] == "validation"]
-    for split in run.config.data.validation:
-        loss = next((r["loss"] for r in reversed(records) if r["name"] == split), None)
-        if loss is None:
-            continue
-        entropy = loader.unigram_entropy(run.dataset, split, run.config.data.validation_rows)
-        print(
-            f"{split}: loss {float(loss):.4f} nats per token; "
-            f"without any context (unigram entropy) it would be {entropy:.4f}"
-        )
-    if run.config.log.sample_prompt is not None:
-        print_sample(run, state, run.config.log.sample_prompt)
-    print(f"done: step {int(state.step)}; checkpoints in {run.workdir / checkpoint.FOLDER}")
-
-
-def print_sample(run: Run, state: TrainState, prompt: str) -> None:
-    """A continuation of `prompt`, as long as fits in max_len."""
-    tokenizer = run.dataset.tokenizer
-    room = run.spec.max_len - len(tokenizer.with_start(tokenizer.encode(prompt)))
-    if room < 1:
-        print(f"no sample: log.sample_prompt alone fills max_len={run.spec.max_len}")
-        return
-    with jax.set_mesh(run.mesh):
-        text = generate.continue_text(
-            run.spec,
-            state.params,
-            state.fixed,
-            tokenizer,
-            prompt,
-            max_new_tokens=min(SAMPLE_TOKENS, room),
-            temperature=0.7,
-        )
-    print(f"sample: {prompt}[{text}]")

@@ -39,8 +39,9 @@ EDGES = {
         "checkpoint", "config", "data", "decoder", "mixers", "optim", "sharding", "spec", "step",
     },
     "resume": {"checkpoint", "config", "layouts", "setup", "step"},
+    "conclusion": {"checkpoint", "data", "generate", "metrics", "setup", "step"},
     "run": {
-        "checkpoint", "config", "data", "flops", "generate", "metrics", "objective", "resume",
+        "checkpoint", "conclusion", "config", "data", "flops", "metrics", "objective", "resume",
         "setup", "sharding", "step", "stopping", "tokenizer",
     },
     "train": {"config", "entry", "host_memory", "mixers", "run"},
