@@ -115,6 +115,7 @@ def test_data_without_a_choice_is_what_it_was(output):
     finally:
         path.write_text(whole)
     assert old.data_fingerprint == info.data_fingerprint and not any(old.sets.values())
+    assert "no token is lost" not in report.summary(old)
 
 
 @pytest.mark.parametrize(

@@ -281,8 +281,7 @@ def write_tfds_metadata(info: PreparedInfo) -> None:
 
     template = tfds.core.ShardedFileTemplate(
         data_dir=info.path,
-        # The names of the files in full, so that builders of other names find them, too.
-        template=f"{DATASET}-{{SPLIT}}.{{FILEFORMAT}}-{{SHARD_X_OF_Y}}",
+        template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
         dataset_name=DATASET,
         filetype_suffix=FILE_FORMAT,
     )

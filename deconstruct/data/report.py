@@ -13,7 +13,7 @@ def summary(info: prepared.PreparedInfo) -> str:
             f"documents left out; {counts['inexact_cuts']:,} inexact cuts of long texts"
         )
         document_tokens = sum(shard.document_tokens for shard in info.shards[split])
-        if document_tokens:
+        if all(shard.document_tokens for shard in info.shards[split] if shard.rows):
             lines.append(
                 f"    no token is lost: {document_tokens:,} of documents, "
                 f"{counts['tokens']:,} in rows"
