@@ -3,14 +3,17 @@
 Every fault here also bites a process that runs as root.
 """
 
+import datetime
 import itertools
 import os
 import shutil
 import subprocess
 import sys
 import time
+import types
 
 import devices
+import orbax.checkpoint as ocp
 import pytest
 import test_checkpoint
 from test_checkpoint import (
@@ -177,8 +180,16 @@ class TestTime:
 
     def test_a_clock_that_goes_back_loses_no_step(self, tmp_path, monkeypatch):
         seconds = itertools.count(2 * 10**9, -3600)
+
+        class Backwards(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls.fromtimestamp(next(seconds), tz)
+
         monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
         monkeypatch.setattr(time, "time_ns", lambda: 10**9 * next(seconds))
+        clock = types.SimpleNamespace(**vars(datetime) | {"datetime": Backwards})
+        monkeypatch.setattr(ocp.checkpoint_manager, "datetime", clock)
         save_steps(tmp_path, [1, 2, 3, 4, 5], losses={s: float(s) for s in range(1, 6)})
         assert stored(tmp_path) == [5, 4, 1]
         assert_restores(tmp_path, 5)
