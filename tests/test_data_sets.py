@@ -16,7 +16,17 @@ from pyarrow import parquet
 from test_data_prepare import run_command, run_python, shards, times
 
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import estimate, loader, prepare, prepared, report, slimpajama, sources, units
+from deconstruct.data import (
+    estimate,
+    loader,
+    prepare,
+    prepared,
+    readers,
+    report,
+    slimpajama,
+    sources,
+    units,
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +179,11 @@ def test_parquet_form(tmp_path, source, output, kind):
     assert info.sets == prepared.read_info(output).sets
 
 
-def test_estimate_is_near_the_truth(tmp_path, output):
+def test_estimate_is_near_the_truth(tmp_path, output, monkeypatch):
     """Of files that are alike, and of which it reads only the beginnings."""
-    rows = data_corpus.slimpajama_rows(data_corpus.texts(2500))
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr(estimate, "SAMPLE_TEXT_BYTES", 1 << 15)
+    rows = data_corpus.slimpajama_rows(data_corpus.texts(300))
     for i in range(12):
         (tmp_path / "source").mkdir(exist_ok=True)
         path = tmp_path / "source" / f"{i:02}.jsonl"
@@ -190,7 +202,7 @@ def test_estimate_is_near_the_truth(tmp_path, output):
     found = estimate.measure([unit], tokenizer_lib.load_tokenizer(str(output)))
     tokens = sum(counts["tokens"] for counts in info.counts.values())
     num_bytes = sum(shard.num_bytes for own in info.shards.values() for shard in own)
-    assert found.sample_files == 6 and found.sample_documents < 12 * 2500 / 4
+    assert found.sample_files == 6 and found.sample_documents < 12 * 300 / 4
     assert found.tokens == pytest.approx(tokens, rel=0.1)
     assert found.output_bytes == pytest.approx(num_bytes, rel=0.1)
     assert found.core_seconds > 0

@@ -22,6 +22,9 @@ SMALLEST_BYTES = 8_000_000  # of input, from which on an estimate is worth its s
 SAMPLE_FILES = 8
 SAMPLE_TEXT_BYTES = 1 << 18  # of each file
 
+# What ArrayRecord adds to a shard: a header of 64 kB, and half of a last block of 64 kB on average.
+_SHARD_BYTES = 96 << 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -74,20 +77,22 @@ def measure(pending: Sequence[units.Unit], tokenizer: tokenizer_lib.Tokenizer) -
     text_bytes = sum(_num_bytes(document) for documents, _ in samples for document in documents)
     shortened = [document for documents, _ in samples for document in _shortened(documents)]
     with tempfile.TemporaryDirectory() as folder:
+        path, max_len = pathlib.Path(folder, "sample"), pending[0].max_len
         begin = time.process_time()
-        writer = units.ShardWriter(pathlib.Path(folder, "sample"), tokenizer, pending[0].max_len)
+        writer = units.ShardWriter(path, tokenizer, max_len)
         writer.add(shortened)
         shard = writer.finish()
         write_seconds = time.process_time() - begin
     input_bytes = sum(unit.num_bytes for unit in pending)
     times_input = input_bytes / max(read_bytes, 1)
+    num_shards = sum(len(unit.shards) for unit in pending)
     times_text = times_input * text_bytes / max(shard.text_bytes, 1)
     return Estimate(
         sample_documents=shard.documents,
         sample_files=len(chosen),
         input_bytes=input_bytes,
         tokens=times_text * shard.tokens,
-        output_bytes=times_text * shard.num_bytes,
+        output_bytes=times_text * (shard.num_bytes - _SHARD_BYTES) + num_shards * _SHARD_BYTES,
         core_seconds=times_input * read_seconds + times_text * write_seconds,
         largest_share=max(unit.num_bytes for unit in pending) / input_bytes,
     )
