@@ -99,6 +99,10 @@ def test_finished_data_needs_no_beam(source, output, monkeypatch):
     assert info.data_fingerprint == prepared.read_info(output).data_fingerprint
 
 
+def test_no_pipeline_without_units():
+    assert beam_runner.run([], ["--runner=NoSuchRunner"]) == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -203,6 +203,8 @@ def test_estimate_is_near_the_truth(tmp_path, output, monkeypatch):
     tokens = sum(counts["tokens"] for counts in info.counts.values())
     num_bytes = sum(shard.num_bytes for own in info.shards.values() for shard in own)
     assert found.sample_files == 6 and found.sample_documents < 12 * 300 / 4
+    documents, num_bytes_read = estimate._first_documents(unit.files[0], unit)
+    assert 0 < len(documents) < 300 and num_bytes_read < unit.files[0].num_bytes / 2
     assert found.tokens == pytest.approx(tokens, rel=0.1)
     assert found.output_bytes == pytest.approx(num_bytes, rel=0.1)
     assert found.core_seconds > 0

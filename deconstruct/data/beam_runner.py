@@ -38,11 +38,11 @@ def run(
     Raises:
       ValueError: its pipeline failed, or its workers wrote elsewhere.
     """
+    if not pending:  # only the record of the whole was lost: nothing for a cluster to do
+        return {}
     import apache_beam as beam
     from apache_beam.options import pipeline_options
 
-    if not pending:
-        return {}
     try:
         with beam.Pipeline(options=pipeline_options.PipelineOptions(list(options))) as pipeline:
             _ = (
