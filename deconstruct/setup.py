@@ -67,7 +67,7 @@ def open_workdir(workdir: str) -> pathlib.Path:
             f"--workdir={workdir} is no local path; mount the bucket and name a folder"
         )
     folder = pathlib.Path(workdir).expanduser().resolve()
-    if outer := next((path for path in folder.parents if (path / SPEC_FILE).is_file()), None):
+    if outer := next((path for path in folder.parents if _is_run(path)), None):
         raise ValueError(f"--workdir={workdir} lies inside a run; its run is {outer}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +77,10 @@ def open_workdir(workdir: str) -> pathlib.Path:
     except OSError as error:
         raise ValueError(f"--workdir={workdir} cannot be written: {error}") from error
     return folder
+
+
+def _is_run(folder: pathlib.Path) -> bool:
+    return all((folder / name).is_file() for name in (CONFIG_FILE, SPEC_FILE))
 
 
 def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> Run:

@@ -21,10 +21,13 @@ import devices
 import jax
 import numpy as np
 import pytest
+import test_train
 import tiny_run
 
 from deconstruct import checkpoint
 from deconstruct.checkpoint import reading
+
+data, config_file = test_train.data, test_train.config_file  # fixtures
 
 KILLS = int(os.environ.get("DECONSTRUCT_CHAOS_KILLS", "4"))
 SEED = int(os.environ.get("DECONSTRUCT_CHAOS_SEED", "0"))
@@ -149,16 +152,6 @@ def assert_same_end(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
     assert contents(workdir) == contents(unbroken)
     for file in ("config.json", "spec.json", "tokenizer.json"):
         assert (workdir / file).read_bytes() == (unbroken / file).read_bytes()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory, data):
-    return tiny_run.write_config(tmp_path_factory.mktemp("config"), data)
 
 
 def command_of(config_file: pathlib.Path, workdir: pathlib.Path) -> list[str]:

@@ -4,6 +4,7 @@ import importlib.util
 
 import data_corpus
 import pytest
+import test_data_sets
 from test_data_prepare import shards, times
 
 from deconstruct import tokenizer as tokenizer_lib
@@ -16,16 +17,7 @@ needs_beam = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return data_corpus.write_slimpajama(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def output(source, tmp_path_factory):
-    output = tmp_path_factory.mktemp("prepared") / "data"
-    prepare.prepare(data_corpus.settings(source, output), progress=False)
-    return output
+source, output = test_data_sets.source, test_data_sets.output  # fixtures
 
 
 def with_beam(source, output, **changes):

@@ -11,6 +11,7 @@ import time
 
 import devices
 import pytest
+import test_train
 import tiny_run
 
 from deconstruct import checkpoint, run, stopping
@@ -20,10 +21,7 @@ from deconstruct.data import loader
 AT_ONCE = "error: stopped by SIGTERM before a new step was done"
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory):
-    data = tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-    return tiny_run.write_config(tmp_path_factory.mktemp("config"), data)
+data, config_file = test_train.data, test_train.config_file  # fixtures
 
 
 def load_config(config_file, **changes):

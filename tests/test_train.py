@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from deconstruct import checkpoint, run
+from deconstruct import checkpoint, run, setup
 from deconstruct.data import loader, sources
 
 HELP = ["-m", "deconstruct.train", "--help"]
@@ -281,6 +281,11 @@ def test_workdirs_that_cannot_be_one(unbroken, config_file, workdir, said):
     with pytest.raises(ValueError, match=said):
         run.train(tiny_run.load_config(config_file), workdir.format(run=unbroken))
     assert snapshot(unbroken) == before
+
+
+def test_a_workdir_may_lie_beside_a_strangers_spec(tmp_path):
+    (tmp_path / "spec.json").write_text("{}")
+    assert setup.open_workdir(str(tmp_path / "runs" / "a")).is_dir()
 
 
 def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeypatch):

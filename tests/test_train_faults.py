@@ -10,25 +10,15 @@ import devices
 import numpy as np
 import pytest
 import test_checkpoint
+import test_train
 import tiny_run
 
 from deconstruct import checkpoint, run
 from deconstruct.checkpoint import manager
 from deconstruct.data import loader
 
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory):
-    data = tiny_run.prepare_data(tmp_path_factory.mktemp("data"))
-    return tiny_run.write_config(tmp_path_factory.mktemp("config"), data)
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, config_file):
-    """Steps 8 and 12 are stored, and step 4 where it is the best."""
-    workdir = tmp_path_factory.mktemp("unbroken") / "run"
-    run.train(tiny_run.load_config(config_file), str(workdir))
-    return workdir
+data, config_file = test_train.data, test_train.config_file  # fixtures
+unbroken = test_train.unbroken
 
 
 @pytest.mark.slow
