@@ -5,6 +5,7 @@ imports JAX, so that a wrong key is refused before the slow imports.
 """
 
 import functools
+import os
 import pathlib
 import re
 import sys
@@ -125,5 +126,12 @@ def _explain(error: Exception, file: pathlib.Path | None) -> str:
 
 
 def _fail(text: str) -> int:
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    """Prints the line and closes stderr behind it, so that it is the last thing said.
+
+    The threads of a failed save would go on with warnings of their own while the process ends.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.write(terminal, f"error: {' '.join(text.split())}\n".encode())
     return 1

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from deconstruct import decoder, mixers, optim, sharding, step
 from deconstruct.config import Config
 from deconstruct.data import loader, prepare
+from deconstruct.data.dataset import PreparedDataset, first_tokens, open_dataset
 from deconstruct.spec import ModelSpec
 
 CONFIG_FILE, SPEC_FILE = "config.json", "spec.json"
@@ -27,7 +28,7 @@ class Run:
 
     config: Config
     workdir: pathlib.Path
-    dataset: loader.PreparedDataset
+    dataset: PreparedDataset
     program: step.Program
     mesh: Mesh
     text_ids: np.ndarray | None
@@ -97,7 +98,7 @@ def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> R
     return Run(config, folder, dataset, program, mesh, text_ids)
 
 
-def open_data(config: Config) -> loader.PreparedDataset:
+def open_data(config: Config) -> PreparedDataset:
     """The prepared data, made first where the config says from what."""
     data = config.data
     if data.path is None:
@@ -109,7 +110,7 @@ def open_data(config: Config) -> loader.PreparedDataset:
             data.prepare_source, data.prepare_tokenizer, config.max_len, data.path
         )
         prepare.prepare(settings)
-    dataset = loader.open_dataset(data.path)
+    dataset = open_dataset(data.path)
     if dataset.max_len != config.max_len:
         raise ValueError(
             f"{dataset.path} holds rows of max_len={dataset.max_len}, the config asks for "
@@ -118,7 +119,7 @@ def open_data(config: Config) -> loader.PreparedDataset:
     return dataset
 
 
-def check_rows(config: Config, dataset: loader.PreparedDataset) -> None:
+def check_rows(config: Config, dataset: PreparedDataset) -> None:
     """Refuses splits and numbers of rows that the data does not have, before anything compiles."""
     loader.check_batch(dataset, split="train", batch_size=config.batch_size)
     for split in config.data.validation:
@@ -167,10 +168,10 @@ def check_mesh(config: Config, program: step.Program, mesh: Mesh) -> None:
     step.check_mesh(program, mesh)
 
 
-def fixed_text(config: Config, dataset: loader.PreparedDataset) -> np.ndarray:
+def fixed_text(config: Config, dataset: PreparedDataset) -> np.ndarray:
     """The ids of the fixed_seq_qk text: the configured file's, or the training split's first."""
     if config.data.fixed_text is None:
-        return loader.first_tokens(dataset, config.max_len)
+        return first_tokens(dataset, config.max_len)
     path = pathlib.Path(config.data.fixed_text).expanduser()
     try:
         text = path.read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ import zstandard
 from pyarrow import parquet
 from test_data_prepare import run_command, shards, times
 
-from deconstruct.data import check, loader, prepare, report, sources
+from deconstruct.data import check, prepare, report, sources
+from deconstruct.data.dataset import open_dataset
 
 
 def jsonl(texts):
@@ -176,7 +177,7 @@ def test_skipped_faults_are_counted_and_logged_once_a_file(tmp_path, caplog):
         "part_1.jsonl,",
     ]
     assert "line 41: 'text' is null, not a string; mend" in messages[2]
-    dataset = loader.open_dataset(settings.output)
+    dataset = open_dataset(settings.output)
     rows = dataset.rows("train", range(dataset.num_rows("train")))
     assert sum(row.num_tokens for row in rows) == shard.document_tokens
     assert info.builder_config["skip_faults"] is True

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from deconstruct.data import loader, packing, prepare, prepared, readers, sources
+from deconstruct.data.dataset import PreparedDataset, first_tokens, open_dataset
 
 BATCH = 4
 FILE = sources.SourceFile("a", "a", ".jsonl", 1)
@@ -27,7 +28,7 @@ def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loader")
     data_corpus.write_source(folder / "source", documents=30)
     prepare.prepare(data_corpus.settings(folder / "source", folder / "data"), progress=False)
-    return loader.open_dataset(folder / "data")
+    return open_dataset(folder / "data")
 
 
 def batches(dataset, count, **options):
@@ -122,8 +123,9 @@ def test_fewer_rows_than_a_batch(dataset):
 
 WITHOUT_ABSL = """
 from deconstruct.data import loader
+from deconstruct.data.dataset import open_dataset
 batches = loader.training_batches(
-    loader.open_dataset({path!r}), batch_size=4, seed=7, start_step=0, num_workers=2)
+    open_dataset({path!r}), batch_size=4, seed=7, start_step=0, num_workers=2)
 print(next(batches).tokens_BT.tolist())
 {then}
 """
@@ -202,7 +204,7 @@ def test_hosts_share_validation_batches(dataset):
 
 
 def test_first_tokens_are_the_start_of_the_corpus(dataset):
-    ids = loader.first_tokens(dataset, 100)
+    ids = first_tokens(dataset, 100)
     assert ids.dtype == np.int32 and ids.shape == (100,) and ids[0] == dataset.tokenizer.eot_id
     texts = [
         text
@@ -212,7 +214,7 @@ def test_first_tokens_are_the_start_of_the_corpus(dataset):
     documents = [dataset.tokenizer.with_start(dataset.tokenizer.encode(text)) for text in texts]
     np.testing.assert_array_equal(ids, np.concatenate(documents)[:100])
     with pytest.raises(ValueError, match=r"only \d+ tokens, not 10000000"):
-        loader.first_tokens(dataset, 10_000_000)
+        first_tokens(dataset, 10_000_000)
 
 
 def test_unigram_entropy(dataset):
@@ -238,28 +240,28 @@ def test_ids_outside_the_vocabulary_of_the_data_name_the_shard(dataset):
     info = dataclasses.replace(dataset.info, vocab_size=50)
     last = dataset.num_rows("train") - 1
     with pytest.raises(ValueError, match=r"array_record-00002-of-00003 holds token ids from"):
-        loader.PreparedDataset(info).rows("train", [last])
+        PreparedDataset(info).rows("train", [last])
 
 
 def test_moved_data_and_changed_data(dataset, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(dataset.path, moved)
-    copy = loader.open_dataset(moved)
+    copy = open_dataset(moved)
     assert copy.fingerprint == dataset.fingerprint
     assert_same(batches(copy, 3), batches(dataset, 3))
     content = json.loads((moved / prepared.INFO_FILE).read_text())
     content["builder_config"]["validation_share"] = 0.5
     (moved / prepared.INFO_FILE).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="was edited"):
-        loader.open_dataset(moved)
+        open_dataset(moved)
     (moved / prepared.TOKENIZER_FILE).write_text(dataset.tokenizer.json + " ")
     with pytest.raises(ValueError, match="is not the tokenizer that the rows were made with"):
-        _ = loader.PreparedDataset(dataclasses.replace(dataset.info, path=str(moved))).tokenizer
+        _ = PreparedDataset(dataclasses.replace(dataset.info, path=str(moved))).tokenizer
 
 
 def test_directory_without_data(tmp_path):
     with pytest.raises(ValueError, match=r"is not prepared data .* deconstruct.data.prepare"):
-        loader.open_dataset(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_damaged_shard_is_named(dataset, tmp_path):
@@ -271,7 +273,7 @@ def test_damaged_shard_is_named(dataset, tmp_path):
     written = [place for place, byte in enumerate(data) if byte]  # the rest is padding
     data[written[len(written) // 2]] ^= 1
     (copy / second.file).write_bytes(data)
-    damaged = loader.open_dataset(copy)
+    damaged = open_dataset(copy)
     assert len(damaged.rows("train", range(first.rows))) == first.rows
     message = rf"copy/{second.file} is damaged .*remove it and run .*data.prepare again"
     with pytest.raises(ValueError, match=message):
@@ -287,4 +289,4 @@ def test_damaged_tfds_metadata_is_named(dataset, tmp_path, file):
     shutil.copytree(dataset.path, copy)
     (copy / file).write_text((copy / file).read_text()[:-30])
     with pytest.raises(ValueError, match=rf"copy/{file} is damaged .*remove prepared.json"):
-        loader.open_dataset(copy).rows("train", [0])
+        open_dataset(copy).rows("train", [0])

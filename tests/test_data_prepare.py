@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from deconstruct.data import loader, prepare, prepared, readers, sources, units
+from deconstruct.data import prepare, prepared, readers, sources, units
+from deconstruct.data.dataset import open_dataset
 
 
 def shards(folder):
@@ -42,7 +43,7 @@ def output(source, tmp_path_factory):
 
 
 def test_rows_hold_all_documents_in_order(source, output):
-    dataset = loader.open_dataset(output)
+    dataset = open_dataset(output)
     ids = {split: [] for split in dataset.splits}
     for split in dataset.splits:
         rows = dataset.rows(split, range(dataset.num_rows(split)))
@@ -73,7 +74,7 @@ def test_readable_by_tfds_without_tensorflow(output):
 
 def test_what_is_stored_beside_the_rows(source, output):
     info = prepared.read_info(output)
-    dataset = loader.open_dataset(output)
+    dataset = open_dataset(output)
     assert info.tokenizer_sha256 == dataset.tokenizer.sha256
     np.testing.assert_array_equal(info.token_bytes, dataset.tokenizer.token_bytes())
     counts = info.counts
@@ -201,7 +202,7 @@ def test_data_of_another_format_still_trains(finished, monkeypatch):
     monkeypatch.setattr(prepared, "FORMAT_VERSION", 99)
     with pytest.raises(ValueError, match=r"is of format \d, this version makes 99; .*data.path"):
         prepare.prepare(finished, progress=False)
-    assert loader.open_dataset(finished.output).num_rows("train")
+    assert open_dataset(finished.output).num_rows("train")
 
 
 @pytest.mark.parametrize("field", ["source", "output"])
@@ -211,7 +212,7 @@ def test_urls_are_refused(finished, field, path, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{field} {path} is no local path; mount the bucket"):
         prepare.prepare(dataclasses.replace(finished, **{field: path}))
     with pytest.raises(ValueError, match=f"{path} is no local path; mount the bucket"):
-        loader.open_dataset(path)
+        open_dataset(path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "texts"]
 
 
@@ -223,7 +224,7 @@ def test_home_is_expanded(finished, tmp_path, monkeypatch):
     )
     assert info.path == str(tmp_path / "again")
     assert shards(tmp_path / "again") == shards(tmp_path / "data")
-    assert loader.open_dataset("~/again").path == str(tmp_path / "again")
+    assert open_dataset("~/again").path == str(tmp_path / "again")
 
 
 def test_damaged_info_is_named_and_made_again(finished):
@@ -232,7 +233,7 @@ def test_damaged_info_is_named_and_made_again(finished):
     for damaged in (whole[:-9], "", "{}", "[]"):
         path.write_text(damaged)
         with pytest.raises(ValueError, match=r"prepared.json is damaged .*data.prepare again"):
-            loader.open_dataset(finished.output)
+            open_dataset(finished.output)
         prepare.prepare(finished, progress=False)
         assert path.read_text() == whole
 
@@ -286,7 +287,7 @@ def test_killed_run_goes_on_where_it_was(source, output, tmp_path):
     assert "00001.json" in kept and "00002.json" not in kept
     assert list(killed.glob("*.partial"))
     with pytest.raises(ValueError, match="unfinished"):
-        loader.open_dataset(killed)
+        open_dataset(killed)
     prepare.prepare(data_corpus.settings(source, killed), progress=False)
     now = {path.name: when for path, when in times(killed).items()}
     assert {name: now[name] for name in kept if name != ".lock"} == {
@@ -303,7 +304,7 @@ def test_lost_or_short_shard_is_noticed_and_made_again(source, output, tmp_path)
     lost.unlink()
     short.write_bytes(short.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{lost.name} is missing or not"):
-        loader.open_dataset(tmp_path / "data")
+        open_dataset(tmp_path / "data")
     prepare.prepare(settings, progress=False)
     assert shards(tmp_path / "data") == shards(output)
 
@@ -375,7 +376,7 @@ def test_empty_documents_are_counted_and_give_no_tokens(tmp_path):
     info = prepare.prepare(settings, progress=False)
     assert info.counts["train"]["documents"] == 2
     assert info.counts["train"]["empty_documents"] == 2
-    (row,) = loader.open_dataset(tmp_path / "data").rows("train", [0])
+    (row,) = open_dataset(tmp_path / "data").rows("train", [0])
     assert row.num_tokens == 2 + len("first text") + len("second text")
     np.testing.assert_array_equal(row.starts, [0, 1 + len("first text")])
 

@@ -18,7 +18,6 @@ from test_data_prepare import run_command, run_python, shards, times
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.data import (
     estimate,
-    loader,
     prepare,
     prepared,
     readers,
@@ -27,6 +26,7 @@ from deconstruct.data import (
     sources,
     units,
 )
+from deconstruct.data.dataset import open_dataset
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_chosen_sets_alone_are_taken(source, output, tmp_path):
         assert sets == {name: everything.sets[split][name] for name in chosen}
         others = sum(shard.other_documents for shard in info.shards[split])
         assert others == everything.sets[split]["RedPajamaWikipedia"].documents
-        dataset = loader.open_dataset(settings.output)
+        dataset = open_dataset(settings.output)
         rows = dataset.rows(split, range(dataset.num_rows(split)))
         assert sum(row.num_tokens for row in rows) == sum(c.tokens for c in sets.values())
     assert info.data_fingerprint != everything.data_fingerprint
@@ -267,7 +267,7 @@ def test_tfds_builder(source, output, tmp_path):
 
     rows = open_rows()
     folder = tmp_path / "slimpajama" / "small" / "1.0.0"
-    dataset = loader.open_dataset(folder)
+    dataset = open_dataset(folder)
     assert {split: len(own) for split, own in rows.items()} == {
         split: dataset.num_rows(split) for split in sources.SPLITS
     }
@@ -399,7 +399,7 @@ def test_units_without_any_chosen_document(tmp_path):
     )
     info = prepare.prepare(settings, progress=False)
     assert [shard.rows > 0 for shard in info.shards["train"]] == [False, True, False]
-    dataset = loader.open_dataset(settings.output)
+    dataset = open_dataset(settings.output)
     rows = dataset.rows("train", range(dataset.num_rows("train")))
     assert sum(row.num_tokens for row in rows) == info.counts["train"]["tokens"]
     assert sum(len(row.starts) for row in rows) == info.counts["train"]["documents"]

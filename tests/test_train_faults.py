@@ -76,7 +76,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_the_same_command_goes_on(config_f
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors[-3000:]
     last = errors.splitlines()[-1]
-    assert last.startswith("error: a checkpoint in ") and "was not written" in last
+    assert last.startswith("error: a checkpoint in ") and "was not written" in last, errors
+    assert "Event loop is closed" not in errors
     assert "File too large" in last
     assert checkpoint.stored_steps(workdir / "checkpoints") == [20]
     done = tiny_run.run_command(command)

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from deconstruct.checkpoint.integrity import check_files, write_file_list
 _UNFINISHED_NAME = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 _REFUSED_SUFFIX = ".refused"
 _ITEMS = (reading.WEIGHTS, reading.OPTIMIZER, reading.METADATA)
+_NEVER_RETRIEVED = "exception was never retrieved"
 _log = logging.getLogger(__name__)
 
 
@@ -261,6 +264,7 @@ class Checkpointer:
                     self._tidy()
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("deconstruct_checkpoint_tidy")
+            _silence_abandoned_writes()
             steps = reading.stored_steps(self.directory)
             self._policy.losses.update(reading.validation_losses(self.directory, steps))
             self._manager = ocp.CheckpointManager(
@@ -369,6 +373,25 @@ def _failure_explained(directory: epath.Path) -> Iterator[None]:
             f"a checkpoint in {directory} was not written: {reading.one_line(error)}. The steps "
             "before it are whole: mend the cause and run the same command again"
         ) from error
+
+
+@functools.cache
+def _silence_abandoned_writes() -> None:
+    """A failed save is one error, raised by `save`, `wait` or `close`.
+
+    Orbax leaves the loop of a failed item at its first error. The writes still under way then fail
+    on TensorStore's threads, each with a traceback of its own, into and behind that one error.
+    """
+
+    def hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            others(unraisable)
+
+    others = sys.unraisablehook
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(
+        lambda record: not record.getMessage().partition("\n")[0].endswith(_NEVER_RETRIEVED)
+    )
 
 
 def _unused(path: epath.Path) -> epath.Path:
