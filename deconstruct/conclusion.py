@@ -14,13 +14,13 @@ def conclude(run: Run, state: TrainState) -> None:
     """The last lines: validation loss against the unigram entropy, and a sample."""
     path = run.workdir / metrics.METRICS_FILE
     records = [r for r in metrics.read_metrics(path) if r["kind"] == "validation"]
-    for split in run.config.data.validation:
-        loss = next((r["loss"] for r in reversed(records) if r["name"] == split), None)
+    for name, dataset, split in run.data.held_out(run.config.data.validation):
+        loss = next((r["loss"] for r in reversed(records) if r["name"] == name), None)
         if loss is None:
             continue
-        entropy = loader.unigram_entropy(run.dataset, split, run.config.data.validation_rows)
+        entropy = loader.unigram_entropy(dataset, split, run.config.data.validation_rows)
         print(
-            f"{split}: loss {float(loss):.4f} nats per token; "
+            f"{name}: loss {float(loss):.4f} nats per token; "
             f"without any context (unigram entropy) it would be {entropy:.4f}"
         )
     if run.config.log.sample_prompt is not None:
@@ -30,7 +30,7 @@ def conclude(run: Run, state: TrainState) -> None:
 
 def print_sample(run: Run, state: TrainState, prompt: str) -> None:
     """A continuation of `prompt`, as long as fits in max_len."""
-    tokenizer = run.dataset.tokenizer
+    tokenizer = run.data.tokenizer
     room = run.spec.max_len - len(tokenizer.with_start(tokenizer.encode(prompt)))
     if room < 1:
         print(f"no sample: log.sample_prompt alone fills max_len={run.spec.max_len}")

@@ -11,6 +11,7 @@ import math
 import operator
 import types
 import typing
+from fractions import Fraction
 from typing import Any
 
 import ml_collections
@@ -25,17 +26,24 @@ class DataConfig:
 
     Attributes:
       path: directory of prepared data, made by `deconstruct.data.prepare`.
+      mixture: in place of `path`, several such directories with their weights, `DIR=WEIGHT` each:
+        `data/web=0.7`. A weight is a share of the rows read, once it is divided by the sum of all.
+      repeat: whether a source that has been read whole begins again, in a new order; without it, a
+        run that would need more rows than there are is refused before it starts.
       prepare_source: with a `path` that does not exist yet, prepare it from this source first.
       prepare_tokenizer: the tokenizer for that, as `--tokenizer` of `prepare`.
       isolate_documents: whether mixers see only the token's own document.
       num_workers: loader processes; 0 reads in the trainer's own process.
-      validation: names of the held-out splits to validate on.
+      validation: names of the held-out splits to validate on; of a mixture each source's, or with
+        `NAME/SPLIT` that of the source whose directory is called NAME.
       validation_rows: rows of each that are read, from the first; None reads all.
       fixed_text: file whose first max_len tokens are the `fixed_seq_qk` text; None takes the
-        first tokens of the training split.
+        first tokens of the training split (of the first source).
     """
 
     path: str | None = None
+    mixture: tuple[str, ...] = ()
+    repeat: bool = True
     prepare_source: str | None = None
     prepare_tokenizer: str | None = None
     isolate_documents: bool = False
@@ -43,6 +51,17 @@ class DataConfig:
     validation: tuple[str, ...] = ("validation",)
     validation_rows: int | None = None
     fixed_text: str | None = None
+
+    @property
+    def weights(self) -> list[tuple[str, Fraction]]:
+        """The directories to train on with their weights; none where none is named.
+
+        Raises:
+          ValueError: an entry of `mixture` that is not DIR=WEIGHT with a positive weight.
+        """
+        if self.path is not None:
+            return [(self.path, Fraction(1))]
+        return [_directory_and_weight(entry) for entry in self.mixture]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +200,20 @@ class NonFiniteConfig:
     max_skips: int = 10
 
 
+def _directory_and_weight(entry: str) -> tuple[str, Fraction]:
+    path, _, text = entry.rpartition("=")
+    try:
+        weight = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        weight = Fraction(0)
+    if not path or weight <= 0:
+        raise ValueError(
+            f"data.mixture entry {entry!r} must be DIR=WEIGHT with a positive weight, such as "
+            "data/web=0.7"
+        )
+    return path, weight
+
+
 def _positive(value) -> bool:
     return 0 < value < math.inf
 
@@ -263,6 +296,17 @@ class Config:
                 "data.prepare_source needs data.prepare_tokenizer beside it: the path of a "
                 "tokenizer.json, a Hugging Face name, or bpe:8192"
             )
+        if self.data.mixture and self.data.path is not None:
+            raise ValueError(
+                f"data.path={self.data.path} and data.mixture are both set: set one of them to "
+                "None or ()"
+            )
+        if self.data.mixture and self.data.prepare_source is not None:
+            raise ValueError(
+                "data.prepare_source makes data.path alone: prepare the sources of data.mixture "
+                "first, and set data.prepare_source to None"
+            )
+        _ = self.data.weights  # refuses what does not parse
         self.model.build(self.max_len, vocab_size=1)  # refuses what no vocabulary would mend
 
 

@@ -28,6 +28,8 @@ FREE_KEYS = frozenset(
         "config.compute.remat",
         "config.compute.micro_batches",
         "config.data.path",
+        "config.data.mixture",  # shares and contents are in the data fingerprint
+        "config.data.repeat",
         "config.data.num_workers",
         "config.data.prepare_source",
         "config.data.prepare_tokenizer",
@@ -61,8 +63,8 @@ def identity_of(run: Run) -> checkpoint.Identity:
         seed=run.config.seed,
         spec=json.loads(run.spec.to_json()),
         config=config_lib.to_dict(resolved_config(run)),
-        tokenizer_fingerprint=run.dataset.tokenizer.fingerprint,
-        data_fingerprint=run.dataset.fingerprint,
+        tokenizer_fingerprint=run.data.tokenizer.fingerprint,
+        data_fingerprint=run.data.fingerprint,
     )
 
 

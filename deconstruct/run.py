@@ -21,6 +21,7 @@ from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.conclusion import conclude
 from deconstruct.config import Config
 from deconstruct.data import loader
+from deconstruct.data.mixture import HeldOut
 from deconstruct.resume import (
     FREE_KEYS,
     HINTS,
@@ -87,7 +88,7 @@ def write_facts(run: Run, identity: checkpoint.Identity) -> None:
     for name, text in (
         (CONFIG_FILE, json.dumps(identity.config, indent=1)),
         (SPEC_FILE, run.spec.to_json()),
-        (tokenizer_lib.FILE_NAME, run.dataset.tokenizer.json),
+        (tokenizer_lib.FILE_NAME, run.data.tokenizer.json),
     ):
         partial = run.workdir / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
@@ -163,7 +164,7 @@ class Loop:
 
     def batches(self, start_step: int):
         return loader.training_batches(
-            self.setup.dataset,
+            self.setup.data,
             batch_size=self.config.batch_size,
             seed=self.config.seed,
             start_step=start_step,
@@ -181,14 +182,26 @@ class Loop:
         print(f"{params:,} parameters; bytes on a device: {on_device}")
         print(
             f"mesh {dict(self.setup.mesh.shape)}; {self.config.batch_size} rows of "
-            f"{self.spec.max_len} tokens a step; "
-            f"{self.setup.dataset.num_rows('train'):,} rows in the training split"
+            f"{self.spec.max_len} tokens a step"
         )
+        self.describe_data()
         every = math.lcm(self.config.checkpoint_every, self.config.validate_every)
         if every != self.config.checkpoint_every and self.config.data.validation:
             print(
                 f"the best checkpoint is chosen every {every} steps, where one is both validated "
                 "and saved; a checkpoint_every that validate_every divides chooses among all"
+            )
+
+    def describe_data(self) -> None:
+        """What is read, and how often by the end of the run."""
+        data = self.setup.data
+        samples = self.config.num_steps * self.config.batch_size
+        for source, passes in zip(data.sources, data.passes(samples), strict=True):
+            share = "" if source.share == 1 else f"{float(source.share):.4g} of all rows; "
+            print(
+                f"data {source.name}: {share}{source.dataset.num_rows('train'):,} rows in the "
+                f"training split, read {passes:.2f} times by step {self.config.num_steps}"
+                + (", each time in a new order" if passes > 1 else "")
             )
 
     def due(self, number: int, every: int | None) -> bool:
@@ -233,6 +246,7 @@ class Loop:
         (number, on_device), self.pending = self.pending, None
         values = jax.device_get(on_device)
         self.check_finite(number, values)
+        self.report_epochs(number)
         trained = int(values["tokens"])
         self.tokens += trained
         self.layer_grad_norm = values["layer_grad_norm"]
@@ -262,15 +276,21 @@ class Loop:
             self.clock.seconds_left(last - number),
         )
 
+    def report_epochs(self, number: int) -> None:
+        """Each source of which step `number` read the first row of a further epoch."""
+        batch_size = self.config.batch_size
+        for name, epoch in self.setup.data.turns((number - 1) * batch_size, number * batch_size):
+            self.writer.write("epoch", number, {"epoch": epoch}, name)
+            self.progress.say(f"step {number}  data {name}: epoch {epoch} begins, in a new order")
+
     def check_finite(self, number: int, values) -> None:
         """Stops the run, or counts, by the config's policy; the update was not applied."""
         if values["finite"]:
             return
         policy = self.config.non_finite
-        epoch = loader.epoch_of(
-            self.setup.dataset, split="train", batch_size=self.config.batch_size, step=number - 1
-        )
         first_row = (number - 1) * self.config.batch_size
+        passes = self.setup.data.passes(first_row)
+        epoch = "/".join(str(int(done) + 1) for done in passes)
         what = (
             f"step {number} is not finite (loss {values['loss']}, gradient norm "
             f"{values['grad_norm']}; epoch {epoch}, rows {first_row} to "
@@ -288,23 +308,24 @@ class Loop:
         )
 
     def validate(self, number: int, state: TrainState, done: Collection[str] = ()) -> float | None:
-        """Loss and bits per byte on each held-out split; the first one's loss is returned.
+        """Loss and bits per byte on each held-out set; the first one's loss is returned.
 
-        Splits in `done` are left out. SIGTERM breaks it off, so that the step is saved before the
-        machine is gone; what is missing is made up for when the run goes on.
+        Sets named in `done` are left out. SIGTERM breaks it off, so that the step is saved before
+        the machine is gone; what is missing is made up for when the run goes on.
         """
         losses = []
-        for split in self.config.data.validation:
-            if split in done:
+        for held_out in self.setup.data.held_out(self.config.data.validation):
+            name = held_out.name
+            if name in done:
                 continue
             found = validation_loss(
-                self.setup, self.validate_rows, state, split, self.rows, self.stop
+                self.setup, self.validate_rows, state, held_out, self.rows, self.stop
             )
             if found is None:
                 break
             loss, bits = found
-            self.writer.write("validation", number, {"loss": loss, "bits_per_byte": bits}, split)
-            self.progress.say(f"step {number}  {split}: loss {loss:.4f}, {bits:.4f} bits per byte")
+            self.writer.write("validation", number, {"loss": loss, "bits_per_byte": bits}, name)
+            self.progress.say(f"step {number}  {name}: loss {loss:.4f}, {bits:.4f} bits per byte")
             losses.append(loss)
         return losses[0] if losses else None
 
@@ -329,19 +350,19 @@ class Loop:
 
 
 def validation_loss(
-    run: Run, validate_rows, state: TrainState, split: str, rows, stop: Stop
+    run: Run, validate_rows, state: TrainState, held_out: HeldOut, rows, stop: Stop
 ) -> tuple[float, float] | None:
-    """(mean nats per token, bits per byte) of a split's fixed rows, summed in float64.
+    """(mean nats per token, bits per byte) of a held-out set's fixed rows, summed in float64.
 
     A micro-batch of rows at a time, which fits wherever a training step does. None if the run is to
     stop.
     """
     nll_sum = weight_sum = bytes_sum = 0.0
     token_bytes = np.zeros(run.spec.vocab_size, np.int64)
-    token_bytes[: run.dataset.vocab_size] = run.dataset.token_bytes
+    token_bytes[: run.data.vocab_size] = run.data.token_bytes
     for batch in loader.validation_batches(
-        run.dataset,
-        split=split,
+        held_out.dataset,
+        split=held_out.split,
         batch_size=run.config.batch_size // run.config.compute.micro_batches,
         num_rows=run.config.data.validation_rows,
         **rows,

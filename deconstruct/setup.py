@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from deconstruct import decoder, mixers, optim, sharding, step
 from deconstruct.config import Config
 from deconstruct.data import loader, prepare
-from deconstruct.data.dataset import PreparedDataset, first_tokens, open_dataset
+from deconstruct.data.dataset import first_tokens
+from deconstruct.data.mixture import Mixture, open_mixture
 from deconstruct.spec import ModelSpec
 
 CONFIG_FILE, SPEC_FILE = "config.json", "spec.json"
@@ -28,7 +29,7 @@ class Run:
 
     config: Config
     workdir: pathlib.Path
-    dataset: PreparedDataset
+    data: Mixture
     program: step.Program
     mesh: Mesh
     text_ids: np.ndarray | None
@@ -88,42 +89,50 @@ def set_up(config: Config, folder: pathlib.Path, devices: list[jax.Device]) -> R
     """Data, model and mesh of a run. What needs no data is refused before any is prepared."""
     schedule = optim.make_schedule(config.learning_rate, config.num_steps, config.optimizer)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
-    dataset = open_data(config)
-    spec = mixers.resolve(config.model.build(config.max_len, dataset.vocab_size))
-    dataset.check_vocabulary(spec.vocab_size)
-    check_rows(config, dataset)
+    data = open_data(config)
+    spec = mixers.resolve(config.model.build(config.max_len, data.vocab_size))
+    data.check_vocabulary(spec.vocab_size)
+    check_rows(config, data)
     program = make_program(config, spec, schedule, devices[0].platform)
     check_mesh(config, program, mesh)
-    text_ids = fixed_text(config, dataset) if "fixed_seq_qk" in decoder.stream_names(spec) else None
-    return Run(config, folder, dataset, program, mesh, text_ids)
+    text_ids = fixed_text(config, data) if "fixed_seq_qk" in decoder.stream_names(spec) else None
+    return Run(config, folder, data, program, mesh, text_ids)
 
 
-def open_data(config: Config) -> PreparedDataset:
+def open_data(config: Config) -> Mixture:
     """The prepared data, made first where the config says from what."""
     data = config.data
-    if data.path is None:
+    if not data.weights:
         raise ValueError(
-            "data.path is missing: name a directory made by python -m deconstruct.data.prepare"
+            "data.path is missing and data.mixture empty: name a directory made by python -m "
+            "deconstruct.data.prepare"
         )
     if data.prepare_source is not None:
         settings = prepare.PrepareSettings(
             data.prepare_source, data.prepare_tokenizer, config.max_len, data.path
         )
         prepare.prepare(settings)
-    dataset = open_dataset(data.path)
-    if dataset.max_len != config.max_len:
+    mixture = open_mixture(data.weights)
+    if mixture.max_len != config.max_len:
         raise ValueError(
-            f"{dataset.path} holds rows of max_len={dataset.max_len}, the config asks for "
+            f"{data.weights[0][0]} holds rows of max_len={mixture.max_len}, the config asks for "
             f"{config.max_len}: set max_len, or prepare the data with it"
         )
-    return dataset
+    return mixture
 
 
-def check_rows(config: Config, dataset: PreparedDataset) -> None:
+def check_rows(config: Config, data: Mixture) -> None:
     """Refuses splits and numbers of rows that the data does not have, before anything compiles."""
-    loader.check_batch(dataset, split="train", batch_size=config.batch_size)
-    for split in config.data.validation:
-        loader.rows_asked(dataset, split, config.data.validation_rows)
+    data.check_batch(config.batch_size)
+    if not config.data.repeat:
+        steps = data.last_step_without_repeats(config.batch_size)
+        if steps < config.num_steps:
+            raise ValueError(
+                f"the data is read whole after step {steps}, before num_steps={config.num_steps}, "
+                f"and data.repeat is off: set num_steps={steps}, or data.repeat=True"
+            )
+    for held_out in data.held_out(config.data.validation):
+        loader.rows_asked(held_out.dataset, held_out.split, config.data.validation_rows)
 
 
 def make_program(
@@ -168,16 +177,16 @@ def check_mesh(config: Config, program: step.Program, mesh: Mesh) -> None:
     step.check_mesh(program, mesh)
 
 
-def fixed_text(config: Config, dataset: PreparedDataset) -> np.ndarray:
+def fixed_text(config: Config, data: Mixture) -> np.ndarray:
     """The ids of the fixed_seq_qk text: the configured file's, or the training split's first."""
     if config.data.fixed_text is None:
-        return first_tokens(dataset, config.max_len)
+        return first_tokens(data.sources[0].dataset, config.max_len)
     path = pathlib.Path(config.data.fixed_text).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.fixed_text={path} does not read as UTF-8 text: {error}") from error
-    ids = dataset.tokenizer.with_start(dataset.tokenizer.encode(text))
+    ids = data.tokenizer.with_start(data.tokenizer.encode(text))
     if len(ids) < config.max_len:
         raise ValueError(
             f"data.fixed_text={path} has {len(ids)} tokens and max_len={config.max_len} are needed"

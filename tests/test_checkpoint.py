@@ -25,6 +25,7 @@ from deconstruct import checkpoint
 from deconstruct.checkpoint import manager, reading
 from deconstruct.data import loader, prepare
 from deconstruct.data.dataset import open_dataset
+from deconstruct.data.mixture import alone
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -598,16 +599,17 @@ import numpy as np
 from deconstruct import checkpoint
 from deconstruct.data import loader
 from deconstruct.data.dataset import open_dataset
+from deconstruct.data.mixture import alone
 
 if __name__ == "__main__":
     data, workdir, output, steps = sys.argv[1:]
-    dataset = open_dataset(data)
+    mixture = alone(open_dataset(data))
     found = {}
     for step in map(int, steps.split(",")):
         restored = checkpoint.restore_weights(workdir, step=step).metadata
         for num_workers in (0, 2):
             batches = loader.training_batches(
-                dataset, batch_size=4, seed=7, start_step=restored.step, num_workers=num_workers
+                mixture, batch_size=4, seed=7, start_step=restored.step, num_workers=num_workers
             )
             for number, batch in enumerate(itertools.islice(batches, 20), restored.step):
                 for name, array in batch._asdict().items():
@@ -624,7 +626,7 @@ def test_the_next_batches_after_a_restore_are_the_unbroken_ones(tmp_path):
     data = tmp_path / "data"
     prepare.prepare(data_corpus.settings(source, data, max_len=32), progress=False)
     batches = loader.training_batches(
-        open_dataset(data), batch_size=4, seed=7, start_step=0, num_workers=0
+        alone(open_dataset(data)), batch_size=4, seed=7, start_step=0, num_workers=0
     )
     cuts, unbroken = (1, 13, 30), []
     with checkpoint.Checkpointer(tmp_path / "run", make_identity(), keep_latest=3) as saver:

@@ -1,10 +1,11 @@
 """Prepared rows to batches, with Grain.
 
-Sample n of a run is row `permutation(seed, epoch)[position]` of its split, where n counts from 0
-through all steps and `epoch, position = divmod(n, rows)`. Step s of batch size B reads samples
-s*B ... s*B + B - 1, so what a step reads follows from the step alone: not from the number of
-workers or hosts, nor from where a run was resumed. An iterator is built at its step, and Grain's
-own state is never saved: restored with another number of workers it would silently give other rows.
+Step s of batch size B reads samples s*B ... s*B + B - 1 of the run, counted from 0 through all
+steps. Sample n is row `permutation(seed, source, epoch)[position]` of the source that the mixture
+names for n, where `epoch, position = divmod(rows that the source gave before, its rows)`. So what a
+step reads follows from the step alone: not from the number of workers or hosts, nor from where a
+run was resumed. An iterator is built at its step, and Grain's own state is never saved: restored
+with another number of workers it would silently give other rows.
 """
 
 import math
@@ -16,14 +17,14 @@ from absl import flags
 
 from deconstruct.data import packing, workers
 from deconstruct.data.dataset import PreparedDataset
+from deconstruct.data.mixture import TRAIN, Mixture
 
 _ENDLESS = 1 << 40  # batches; Grain wants a length
 
 
 def training_batches(
-    dataset: PreparedDataset,
+    mixture: Mixture,
     *,
-    split: str = "train",
     batch_size: int,
     seed: int,
     start_step: int,
@@ -34,8 +35,7 @@ def training_batches(
     """The batches of steps start_step, start_step + 1, ... without end; close() stops the workers.
 
     Args:
-      dataset: what to read.
-      split: of it.
+      mixture: what to read; the training splits of its sources.
       batch_size: rows of a step, over all hosts.
       seed: of the order of rows, 0 to 2**32 - 1; each epoch has an order of its own.
       start_step: the first step to yield.
@@ -44,13 +44,14 @@ def training_batches(
       process_count: in how many shares the batch is cut.
 
     Raises:
-      ValueError: fewer rows than a batch, a batch that hosts cannot share, a seed out of range.
+      ValueError: fewer rows than a batch takes, a batch that hosts cannot share, a seed out of
+        range.
     """
     share = _host_share(batch_size, process_index, process_count)
-    check_batch(dataset, split=split, batch_size=batch_size)
+    mixture.check_batch(batch_size)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain reads its flags whoever called us, absl.app or not
-    batches = _TrainingBatches(dataset, split, batch_size, share, seed, start_step)
+    batches = _TrainingBatches(mixture, batch_size, share, seed, start_step)
     pipeline = (
         grain.MapDataset.source(batches)
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -60,16 +61,6 @@ def training_batches(
         )
     )
     return _iterate(pipeline)
-
-
-def check_batch(dataset: PreparedDataset, *, split: str, batch_size: int) -> None:
-    """Raises ValueError for a split with fewer rows than one batch."""
-    num_rows = dataset.num_rows(split)
-    if num_rows < batch_size:
-        raise ValueError(
-            f"{dataset.path}: split {split!r} has {num_rows} rows of {dataset.max_len + 1} tokens, "
-            f"fewer than one batch of {batch_size}; lower batch_size, or prepare more data"
-        )
 
 
 def validation_batches(
@@ -106,11 +97,6 @@ def num_validation_batches(
     return math.ceil(rows_asked(dataset, split, num_rows) / batch_size)
 
 
-def epoch_of(dataset: PreparedDataset, *, split: str, batch_size: int, step: int) -> int:
-    """The epoch, from 0, to which the first row of step `step` belongs."""
-    return step * batch_size // dataset.num_rows(split)
-
-
 def unigram_entropy(
     dataset: PreparedDataset, split: str = "validation", num_rows: int | None = None
 ) -> float:
@@ -129,36 +115,48 @@ def unigram_entropy(
 class _TrainingBatches:
     """Random access to the batches from `start_step` on, as Grain's sources want it."""
 
-    def __init__(
-        self,
-        dataset: PreparedDataset,
-        split: str,
-        batch_size: int,
-        share: range,
-        seed: int,
-        start_step: int,
-    ):
+    def __init__(self, mixture: Mixture, batch_size: int, share: range, seed: int, start_step: int):
         if start_step < 0:
             raise ValueError(f"start_step must be at least 0, not {start_step}")
-        self._dataset = dataset
-        self._split = split
+        if not 0 <= seed < 1 << 32:
+            raise ValueError(f"the data seed must be in [0, 2**32), not {seed}")
+        self._mixture = mixture
         self._batch_size = batch_size
         self._share = share
         self._start_step = start_step
-        # Grain's shuffle is a permutation per epoch computed index by index, in no memory. It seeds
-        # epoch e with seed + e; hashing the seed keeps the epochs of near seeds apart.
-        if not 0 <= seed < 1 << 32:
-            raise ValueError(f"the data seed must be in [0, 2**32), not {seed}")
-        (hashed,) = np.random.SeedSequence(seed).generate_state(1)
-        self._order = grain.MapDataset.range(dataset.num_rows(split)).shuffle(seed=int(hashed))
+        self._orders = [
+            _order(source.dataset.num_rows(TRAIN), seed, place)
+            for place, source in enumerate(mixture.sources)
+        ]
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> packing.Batch:
         first = (self._start_step + index) * self._batch_size
-        numbers = [int(self._order[first + i]) for i in self._share]
-        return packing.make_batch(self._dataset.rows(self._split, numbers))
+        rows: list[packing.Row | None] = [None] * len(self._share)
+        by_source: dict[int, dict[int, int]] = {}  # source -> place in the share -> row's number
+        for place, i in enumerate(self._share):
+            sample = self._mixture.locate(first + i)
+            number = int(self._orders[sample.source][sample.number])
+            by_source.setdefault(sample.source, {})[place] = number
+        for k, numbers in by_source.items():
+            dataset = self._mixture.sources[k].dataset
+            for place, row in zip(
+                numbers, dataset.rows(TRAIN, list(numbers.values())), strict=True
+            ):
+                rows[place] = row
+        return packing.make_batch(rows)
+
+
+def _order(num_rows: int, seed: int, place: int) -> grain.MapDataset:
+    """The rows' numbers in the order that the source at `place` is read in, epoch after epoch.
+
+    Grain's shuffle is a permutation per epoch computed index by index, in no memory. It seeds epoch
+    e with seed + e; hashing the seed keeps the epochs of near seeds, and of other sources, apart.
+    """
+    (hashed,) = np.random.SeedSequence([seed, place]).generate_state(1)
+    return grain.MapDataset.range(num_rows).shuffle(seed=int(hashed))
 
 
 def _iterate(pipeline: grain.IterDataset) -> Iterator[packing.Batch]:

@@ -148,14 +148,18 @@ class PreparedInfo:
         return by_split
 
     @property
-    def data_fingerprint(self) -> str:
-        """32 hexadecimal digits that change with the builder config, the tokenizer or any count."""
-        content = {
+    def content(self) -> dict[str, Any]:
+        """All that decides the rows, as JSON: builder config, tokenizer, counts."""
+        return {
             "builder_config": self.builder_config,
             "tokenizer_sha256": self.tokenizer_sha256,
             "counts": self.counts,
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def data_fingerprint(self) -> str:
+        """32 hexadecimal digits that change with any part of `content`."""
+        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()[:32]
 
     def write(self) -> None:
         """Writes DIR/prepared.json."""

@@ -80,7 +80,7 @@ class MetricsWriter:
         """Appends one line and flushes it, so that a killed process loses nothing it wrote.
 
         Args:
-          kind: "train" or "validation".
+          kind: "train", "validation", "diagnostics" or "epoch".
           step: finished optimizer steps.
           values: numbers on the host (Python's, NumPy scalars or arrays), mappings and sequences
             of them, or text. A sequence's places count from 1 in TensorBoard, as layers do.
