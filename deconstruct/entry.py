@@ -34,6 +34,8 @@ def one_line_errors(main: Callable) -> Callable:
             logging.set_verbosity(logging.WARNING)  # libraries narrate their reads and writes
         try:
             return main(argv)
+        except KeyboardInterrupt:
+            return _fail("stopped by Ctrl-C")
         except ValueError as error:
             logging.vlog(1, "traceback of the error below", exc_info=True)
             return _fail(str(error))

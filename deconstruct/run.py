@@ -48,25 +48,31 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
 
     Raises:
       ValueError: whatever the user can mend: config, data, workdir, a checkpoint of another run, a
-        step that is not finite, a disk that fails, a stop by SIGTERM after a new step was saved.
+        step that is not finite, a disk that fails, a stop by SIGTERM or Ctrl-C after a new step
+        was saved.
     """
     with Stop() as stop, disk_failure_explained(workdir):
         devices = choose_devices(config.compute.platform)
-        run = set_up(config, open_workdir(workdir), devices)
-        identity = identity_of(run)
-        with checkpoint.Checkpointer(
-            run.workdir, identity, free=FREE_KEYS, allowed=allow_change, hints=HINTS
-        ) as saved:
-            state, tokens = starting_state(run, saved)
-            write_facts(run, identity)
-            with metrics.MetricsWriter(
-                run.workdir,
-                restored_step=int(state.step) or None,
-                tensorboard=config.log.tensorboard,
-                wandb_project=config.log.wandb_project,
-            ) as writer:
-                state = Loop(run, saved, writer, tokens, stop).run(state)
-        conclude(run, state)
+        with open_workdir(workdir) as folder:
+            run = set_up(config, folder, devices)
+            conclude(run, _train(run, allow_change, stop))
+
+
+def _train(run: Run, allow_change: Sequence[str], stop: Stop) -> TrainState:
+    """The state after num_steps, from the newest checkpoint or from the start."""
+    identity, log = identity_of(run), run.config.log
+    with checkpoint.Checkpointer(
+        run.workdir, identity, free=FREE_KEYS, allowed=allow_change, hints=HINTS
+    ) as saved:
+        state, tokens = starting_state(run, saved)
+        write_facts(run, identity)
+        with metrics.MetricsWriter(
+            run.workdir,
+            restored_step=int(state.step) or None,
+            tensorboard=log.tensorboard,
+            wandb_project=log.wandb_project,
+        ) as writer:
+            return Loop(run, saved, writer, tokens, stop).run(state)
 
 
 @contextlib.contextmanager
@@ -96,7 +102,7 @@ def write_facts(run: Run, identity: checkpoint.Identity) -> None:
 
 
 class Loop:
-    """Steps, logs, validates and saves until num_steps, or until SIGTERM asks to stop.
+    """Steps, logs, validates and saves until num_steps, or until a signal asks to stop.
 
     The metrics of a step are fetched after the next one is dispatched, so that the device never
     waits for the host. Before anything that depends on them (validation, a save) they are caught
@@ -155,8 +161,8 @@ class Loop:
                 if saved and self.stop.asked:
                     self.saved.wait()
                     raise ValueError(
-                        f"stopped by SIGTERM after step {number}, which is saved: run the same "
-                        "command again to go on"
+                        f"stopped by {self.stop.asked} after step {number}, which is saved: run "
+                        "the same command again to go on"
                     )
             share = self.clock.goodput()
             self.progress.say(f"goodput {share:.0%}: the time's share of steps after the first")
@@ -310,7 +316,7 @@ class Loop:
     def validate(self, number: int, state: TrainState, done: Collection[str] = ()) -> float | None:
         """Loss and bits per byte on each held-out set; the first one's loss is returned.
 
-        Sets named in `done` are left out. SIGTERM breaks it off, so that the step is saved before
+        Sets named in `done` are left out. A signal breaks it off, so that the step is saved before
         the machine is gone; what is missing is made up for when the run goes on.
         """
         losses = []

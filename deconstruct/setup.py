@@ -1,7 +1,12 @@
 """From a config to all that a run needs: devices, workdir, data, model, mesh."""
 
+import contextlib
 import dataclasses
+import fcntl
+import logging
+import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +22,7 @@ from deconstruct.data.mixture import Mixture, open_mixture
 from deconstruct.spec import ModelSpec
 
 CONFIG_FILE, SPEC_FILE = "config.json", "spec.json"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +64,13 @@ def choose_devices(platform: str) -> list[jax.Device]:
     return devices
 
 
-def open_workdir(workdir: str) -> pathlib.Path:
-    """The run's directory, made and proven writable.
+@contextlib.contextmanager
+def open_workdir(workdir: str) -> Iterator[pathlib.Path]:
+    """The run's directory, made, proven writable, and this run's alone until it is left.
 
     Raises:
-      ValueError: a bucket, a place inside another run, or one that cannot be written.
+      ValueError: a bucket, a place inside another run, one that cannot be written, or one that
+        another run writes to.
     """
     if "://" in workdir:
         raise ValueError(
@@ -78,7 +86,33 @@ def open_workdir(workdir: str) -> pathlib.Path:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"--workdir={workdir} cannot be written: {error}") from error
-    return folder
+    with _held(folder):
+        yield folder
+
+
+@contextlib.contextmanager
+def _held(folder: pathlib.Path) -> Iterator[None]:
+    """Refuses a second trainer, which would delete the unfinished save of the first.
+
+    The kernel lets go of a lock when its process ends, however hard. On some network disks only
+    trainers of one machine see each other's.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another run writes to --workdir={folder}: wait for its end, or give another"
+            ) from error
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): never start two runs in it", folder, error)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _is_run(folder: pathlib.Path) -> bool:

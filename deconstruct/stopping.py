@@ -1,28 +1,30 @@
-"""SIGTERM, by which schedulers announce that a machine is taken away."""
+"""SIGTERM, by which schedulers announce that a machine is taken away, and Ctrl-C (SIGINT)."""
 
 import os
 import signal
 import sys
 import threading
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINE = (
-    "error: stopped by SIGTERM before a new step was done: nothing is lost; run the same command "
-    "again to go on"
+    "error: stopped by {} before a new step was done: nothing is lost; run the same command again "
+    "to go on"
 )
 
 
 class Stop:
-    """What SIGTERM does to a run, from entering this context to leaving it.
+    """What the SIGNALS do to a run, from entering this context to leaving it.
 
     Until `hold` is called it ends the process at once, with one line and status 1: there is nothing
     new to save, and a compilation may outlast the time that a scheduler grants. From then on it
-    only sets `asked`, for the run to save and end.
+    only sets `asked` to the signal's name, for the run to save and end; a second Ctrl-C is then
+    a KeyboardInterrupt, for those who do not want to wait for that.
 
-    Outside the main thread no handler can be set, and SIGTERM does what it did before.
+    Outside the main thread no handler can be set, and the signals do what they did before.
     """
 
     def __init__(self):
-        self.asked = False
+        self.asked: str | None = None
         self._held = False
         self._undo = None
 
@@ -39,26 +41,29 @@ class Stop:
         os.set_blocking(writer, False)
         threading.Thread(target=self._watch, args=[reader], name="stop", daemon=True).start()
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        handler = signal.signal(signal.SIGTERM, self._ask)
-        self._undo = handler, wakeup, writer
+        handlers = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        self._undo = handlers, wakeup, writer
         return self
 
     def __exit__(self, *_) -> None:
         if self._undo is not None:
-            handler, wakeup, writer = self._undo
-            signal.signal(signal.SIGTERM, handler)
+            handlers, wakeup, writer = self._undo
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup)
             os.close(writer)
 
-    def _ask(self, *_) -> None:
-        self.asked = True
+    def _ask(self, number: int, _) -> None:
+        self.asked = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _watch(self, reader: int) -> None:
         """Ends the process where nothing is held; returns when the context is left."""
         while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM and not self._held:
+            if number[0] in SIGNALS and not self._held:
                 try:
-                    print(_LINE, file=sys.stderr, flush=True)
+                    print(_LINE.format(signal.Signals(number[0]).name), file=sys.stderr, flush=True)
                     sys.stdout.flush()
                 finally:
                     os._exit(1)

@@ -1,4 +1,4 @@
-"""SIGTERM at every moment of a run: one line, status 1, and no new step lost."""
+"""SIGTERM, or Ctrl-C, at every moment of a run: one line, status 1, no new step lost."""
 
 import functools
 import hashlib
@@ -105,8 +105,9 @@ def test_before_a_new_step_the_run_ends_at_once(tmp_path, config_file, moment, r
     assert tiny_run.last_step(workdir) == (4 if resumed else 0)
 
 
-def test_in_a_step_the_newest_step_is_saved(config_file, tmp_path):
-    """By the command itself, as a scheduler would."""
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_in_a_step_the_newest_step_is_saved(config_file, tmp_path, number):
+    """By the command itself, as a scheduler or a user would."""
     workdir = tmp_path / "run"
     command = tiny_run.command(config_file, workdir, "--config.num_steps=5000")
     process = subprocess.Popen(
@@ -114,11 +115,26 @@ def test_in_a_step_the_newest_step_is_saved(config_file, tmp_path):
     )
     while tiny_run.last_step(workdir) < 5 and process.poll() is None:
         time.sleep(0.01)
-    process.terminate()
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "stopped by SIGTERM after step" in errors.splitlines()[-1]
+    assert f"stopped by {number.name} after step" in errors.splitlines()[-1]
     assert checkpoint.restore_weights(workdir).metadata.step >= 5
+
+
+def test_a_second_ctrl_c_does_not_wait(config_file, tmp_path, monkeypatch):
+    """The first asks to save, the second ends the run where it is."""
+
+    def pressed_twice(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal was not heeded")
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "check", pressed_twice)
+    config = load_config(config_file, checkpoint_every=100, validate_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(config, str(tmp_path / "run"))
+    assert not checkpoint.stored_steps(tmp_path / "run" / "checkpoints")
 
 
 def test_just_after_the_loop_has_looked(config_file, tmp_path, monkeypatch):

@@ -285,7 +285,8 @@ def test_workdirs_that_cannot_be_one(unbroken, config_file, workdir, said):
 
 def test_a_workdir_may_lie_beside_a_strangers_spec(tmp_path):
     (tmp_path / "spec.json").write_text("{}")
-    assert setup.open_workdir(str(tmp_path / "runs" / "a")).is_dir()
+    with setup.open_workdir(str(tmp_path / "runs" / "a")) as folder:
+        assert folder.is_dir()
 
 
 def test_a_workdir_may_be_relative_or_hold_spaces(config_file, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import test_checkpoint
 import test_train
 import tiny_run
 
-from deconstruct import checkpoint, run
+from deconstruct import checkpoint, run, setup
 from deconstruct.checkpoint import manager
 from deconstruct.data import loader
 
@@ -86,6 +86,22 @@ def test_a_disk_that_fills_up_ends_the_run_and_the_same_command_goes_on(config_f
     changes = {"num_steps": 60, "checkpoint_every": 20, "validate_every": 20}
     run.train(tiny_run.load_config(config_file, **changes), str(whole))
     assert tiny_run.facts(workdir) == tiny_run.facts(whole)
+
+
+def test_a_second_trainer_in_one_workdir_is_refused(config_file, tmp_path):
+    """It would delete the first one's unfinished save; a killed one holds nothing."""
+    workdir = tmp_path / "run"
+    command = tiny_run.command(config_file, workdir, "--config.num_steps=5000")
+    with subprocess.Popen(
+        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as first:
+        while tiny_run.last_step(workdir) < 1 and first.poll() is None:
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match=r"another run writes to --workdir=.*run: wait for"):
+            run.train(tiny_run.load_config(config_file), str(workdir))
+        first.kill()
+    with setup.open_workdir(str(workdir)):
+        pass
 
 
 def test_a_last_save_that_fails_is_no_finished_run(
