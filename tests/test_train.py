@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import data_corpus
 import devices
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import pytest
 import tiny_run
 
 from deconstruct import checkpoint, run, setup
-from deconstruct.data import loader, sources
+from deconstruct.data import loader, prepare, sources
 
 HELP = ["-m", "deconstruct.train", "--help"]
 
@@ -162,6 +163,41 @@ def test_another_run_is_refused(unbroken, config_file, tmp_path, arg, changes, n
     with pytest.raises(ValueError, match=named):
         run.train(tiny_run.load_config(config_file, arg, **changes), str(tmp_path / "run"))
     assert snapshot(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"documents": 61}, r"data_fingerprint\.1\.counts\.train\.documents: \d+ -> \d+"),
+        ({"tokenizer": "bpe:280"}, r'data_fingerprint\.1\.builder_config\.tokenizer: "bpe:300" ->'),
+        ({"max_len": 16}, r"config\.max_len: 32 -> 16"),
+        ({"validation_share": 0.2}, r"\.validation_share: 0\.1 -> 0\.2"),
+    ],
+    ids=["corpus", "tokenizer", "row length", "held-out share"],
+)
+def test_other_data_is_refused(unbroken, config_file, tmp_path, changes, named):
+    """With the field, its old and its new value; how the rows were prepared does not count."""
+    settings = {"max_len": tiny_run.MAX_LEN, "tokenizer": "bpe:300", "num_processes": 2}
+    settings |= {name: value for name, value in changes.items() if name != "documents"}
+    source = data_corpus.write_source(tmp_path / "source", documents=changes.get("documents", 60))
+    prepare.prepare(data_corpus.settings(source, tmp_path / "data", **settings), progress=False)
+    before = snapshot(unbroken)
+    config = tiny_run.load_config(
+        config_file, data__path=str(tmp_path / "data"), max_len=settings["max_len"]
+    )
+    with pytest.raises(ValueError, match=named):
+        run.train(config, str(unbroken))
+    assert snapshot(unbroken) == before
+
+
+def test_the_same_data_made_anew_elsewhere_is_no_other(unbroken, config_file, tmp_path, capsys):
+    source = data_corpus.write_source(tmp_path / "moved", documents=60)
+    settings = data_corpus.settings(source, tmp_path / "data", num_processes=2)
+    prepare.prepare(settings, progress=False)
+    shutil.copytree(unbroken, tmp_path / "run")
+    changes = {"data__path": str(tmp_path / "data"), "data__num_workers": 1, "num_steps": 13}
+    run.train(tiny_run.load_config(config_file, **changes), str(tmp_path / "run"))
+    assert "resuming from step 12" in capsys.readouterr().out
 
 
 def test_an_allowed_change_resumes(unbroken, config_file, tmp_path):
