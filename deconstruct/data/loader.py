@@ -8,6 +8,7 @@ run was resumed. An iterator is built at its step, and Grain's own state is neve
 with another number of workers it would silently give other rows.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ import grain
 import numpy as np
 from absl import flags
 
-from deconstruct.data import packing, workers
+from deconstruct.data import packing, read_ahead, workers
 from deconstruct.data.dataset import PreparedDataset
 from deconstruct.data.mixture import TRAIN, Mixture
 
@@ -52,15 +53,18 @@ def training_batches(
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain reads its flags whoever called us, absl.app or not
     batches = _TrainingBatches(mixture, batch_size, share, seed, start_step)
+    # Without workers it is the thread of `read_ahead` that reads.
+    threads = min(num_workers, 1)
     pipeline = (
         grain.MapDataset.source(batches)
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+        .to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
         .mp_prefetch(
             grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2),
             worker_init_fn=_begin_worker,
         )
     )
-    return _iterate(pipeline)
+    where = ", ".join(source.dataset.path for source in mixture.sources)
+    return _iterate(pipeline, num_workers, where, start_step)
 
 
 def validation_batches(
@@ -159,14 +163,12 @@ def _order(num_rows: int, seed: int, place: int) -> grain.MapDataset:
     return grain.MapDataset.range(num_rows).shuffle(seed=int(hashed))
 
 
-def _iterate(pipeline: grain.IterDataset) -> Iterator[packing.Batch]:
-    iterator = iter(pipeline)
-    try:
-        for batch in iterator:
-            # A worker's arrays live in memory shared with it; these are the caller's own.
-            yield packing.Batch(*(np.array(array) for array in batch))
-    finally:
-        iterator.close()
+def _iterate(
+    pipeline: grain.IterDataset, num_workers: int, path: str, start_step: int
+) -> Iterator[packing.Batch]:
+    with read_ahead.ReadAhead(pipeline, num_workers=num_workers, path=path) as batches:
+        for step in itertools.count(start_step + 1):
+            yield batches.next(step)
 
 
 def _begin_worker(worker_index: int, worker_count: int) -> None:
