@@ -7,24 +7,28 @@ import threading
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINE = (
-    "error: stopped by {} before a new step was done: nothing is lost; run the same command again "
-    "to go on"
+    "error: stopped by {signal} before a new step was done: nothing is lost; run the same command "
+    "again to go on"
 )
 
 
 class Stop:
-    """What the SIGNALS do to a run, from entering this context to leaving it.
+    """What the SIGNALS do to a command, from entering this context to leaving it.
 
-    Until `hold` is called it ends the process at once, with one line and status 1: there is nothing
-    new to save, and a compilation may outlast the time that a scheduler grants. From then on it
-    only sets `asked` to the signal's name, for the run to save and end; a second Ctrl-C is then
-    a KeyboardInterrupt, for those who do not want to wait for that.
+    Until `hold` is called they end the process at once, with one line and status 1: there is
+    nothing new to save, and a compilation may outlast the time that a scheduler grants. From then
+    on they only set `asked` to the signal's name, for the run to save and end; a second Ctrl-C is
+    then a KeyboardInterrupt, for those who do not want to wait for that.
 
     Outside the main thread no handler can be set, and the signals do what they did before.
+
+    Args:
+      line: what is said when the process ends at once; `{signal}` is the signal's name.
     """
 
-    def __init__(self):
+    def __init__(self, line: str = _LINE):
         self.asked: str | None = None
+        self._line = line
         self._held = False
         self._undo = None
 
@@ -63,7 +67,8 @@ class Stop:
         while number := os.read(reader, 1):
             if number[0] in SIGNALS and not self._held:
                 try:
-                    print(_LINE.format(signal.Signals(number[0]).name), file=sys.stderr, flush=True)
+                    line = self._line.format(signal=signal.Signals(number[0]).name)
+                    print(line, file=sys.stderr, flush=True)
                     sys.stdout.flush()
                 finally:
                     os._exit(1)

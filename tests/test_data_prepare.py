@@ -14,6 +14,7 @@ import time
 import data_corpus
 import devices
 import numpy as np
+import processes
 import pytest
 import tensorflow_datasets as tfds
 
@@ -513,3 +514,83 @@ def test_command_of_a_killed_worker_is_one_line(tmp_path):
     failed = run_python(script)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr
     assert failed.stderr.splitlines()[-1].startswith("error: a preparation process was killed")
+
+
+SLOW_COMMAND = """
+import dataclasses, time
+from deconstruct import entry
+from deconstruct.data import packing, prepare
+
+@dataclasses.dataclass(frozen=True)
+class SmallUnits(prepare.PrepareSettings):
+    unit_bytes: int = 1
+
+prepare.PrepareSettings = SmallUnits
+add = packing.Packer.add
+
+def slow(*args):
+    time.sleep(0.02)
+    return add(*args)
+
+packing.Packer.add = slow  # in the processes too: they import this file
+
+if __name__ == "__main__":
+    prepare._define_flags()
+    entry.run(prepare.main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signals_to_all_processes_end_the_command_at_once(
+    source, output, tmp_path, number, num_processes
+):
+    """As from a scheduler and a terminal: one line, what is finished stays, the rest is made."""
+    program, folder = tmp_path / "slow.py", tmp_path / "data"
+    program.write_text(SLOW_COMMAND)
+    settings = data_corpus.settings(source, folder, tokenizer=str(output / "tokenizer.json"))
+    names = ("source", "tokenizer", "max_len", "output", "validation_share")
+    command = [sys.executable, program, f"--num_processes={num_processes}"]
+    command += [f"--{name}={getattr(settings, name)}" for name in names]
+    with processes.Session(command, tmp_path / "log") as session:
+        session.wait_until(lambda: list(folder.glob("units/*.json")))
+        session.signal(number)
+        status, lines = session.ends(10)
+    assert status == 1
+    assert lines[-1] == (
+        f"error: stopped by {number.name}: finished units are kept; run the same command again to "
+        "go on"
+    )
+    assert not any("Traceback" in line for line in lines), lines
+    kept = {path: when for path, when in times(folder).items() if path.parent.name == "units"}
+    assert 1 <= len(kept) < 3
+    prepare.prepare(settings, progress=False)
+    assert shards(folder) == shards(output)
+    assert {path: times(folder)[path] for path in kept} == kept
+
+
+def test_ctrl_c_in_a_program_does_not_wait_for_the_processes(source, output, tmp_path):
+    """They do not hear it, and what they were doing could take hours."""
+    folder = tmp_path / "data"
+    program = tmp_path / "program.py"
+    program.write_text(
+        SLOW_COMMAND.partition("if __name__")[0].replace("0.02", "60")
+        + PREPARING_PROGRAM.format(source=str(source), output=str(folder), tokenizer=str(output))
+    )
+    with processes.Session([sys.executable, program], tmp_path / "log") as session:
+        session.wait_until(lambda: len(list(folder.glob("*.partial"))) >= 4)
+        session.signal(signal.SIGINT)
+        status, lines = session.ends(10)
+    assert status != 0 and lines[-1] == "KeyboardInterrupt"
+    assert sum("Traceback" in line for line in lines) == 1, lines
+
+
+PREPARING_PROGRAM = """
+import data_corpus
+
+if __name__ == "__main__":
+    settings = data_corpus.settings({source!r}, {output!r}, tokenizer={tokenizer!r})
+    prepare.prepare(dataclasses.replace(settings, num_processes=2), progress=False)
+"""

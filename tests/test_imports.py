@@ -27,7 +27,7 @@ EDGES = {
     "paper": {"config", "spec"},
     "objective": {"sharding"},
     "optim": {"config"},
-    "data": {"tokenizer", "entry"},
+    "data": {"tokenizer", "entry", "stopping"},
     "checkpoint": set(),
     "metrics": set(),
     "step": {

@@ -52,6 +52,8 @@ def training_batches(
     mixture.check_batch(batch_size)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain reads its flags whoever called us, absl.app or not
+    if num_workers:
+        workers.start_resource_tracker()
     batches = _TrainingBatches(mixture, batch_size, share, seed, start_step)
     # Without workers it is the thread of `read_ahead` that reads.
     threads = min(num_workers, 1)

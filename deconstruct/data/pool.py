@@ -33,6 +33,7 @@ def run(
       ValueError: what `function` raises first; a process that was killed.
     """
     num_processes = min(num_processes or os.cpu_count() or 1, len(items))
+    workers.start_resource_tracker()
     with tqdm.tqdm(
         total=sum(item.num_bytes for item in items),
         desc=description,
@@ -58,12 +59,14 @@ def refuse_inside_import() -> None:
 def _run_in_pool(
     function: Callable[..., Any], items: Sequence[Any], num_processes: int, bar: tqdm.tqdm
 ) -> list[Any]:
+    others = set(multiprocessing.active_children())
     with concurrent.futures.ProcessPoolExecutor(
         num_processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
     ) as pool:
-        futures = {pool.submit(function, item): item for item in items}
+        with workers.signals_unheard():
+            futures = {pool.submit(function, item): item for item in items}
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
@@ -74,6 +77,10 @@ def _run_in_pool(
                 "go on, with a smaller --num_processes (of a script of your own: the processes "
                 f"import it, so it must prepare {_GUARD})"
             ) from error
+        except KeyboardInterrupt:  # they do not hear it, and nobody wants to wait for them
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return [future.result() for future in futures]

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags, logging
 
-from deconstruct import entry
+from deconstruct import entry, stopping
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.data import (
     beam_runner,
@@ -370,12 +370,16 @@ def main(argv: Sequence[str]) -> int:
         )
         if needed and values[field.name] is None:
             raise ValueError(f"--{field.name} is missing; --help says what it may be")
-    if checks_only:
-        reports = check.run(values["source"], values["sets"], values["num_processes"])
-        print(check.summary(reports))
-        return int(any(file.faults for file in reports))
-    print(report.summary(prepare(PrepareSettings(**values))))
-    return 0
+    left = "nothing is written" if checks_only else "finished units are kept"
+    # The progress bar stands at the end of its own line.
+    line = f"\nerror: stopped by {{signal}}: {left}; run the same command again to go on"
+    with stopping.Stop(line):
+        if checks_only:
+            reports = check.run(values["source"], values["sets"], values["num_processes"])
+            print(check.summary(reports))
+            return int(any(file.faults for file in reports))
+        print(report.summary(prepare(PrepareSettings(**values))))
+        return 0
 
 
 if __name__ == "__main__":

@@ -88,19 +88,18 @@ class ReadAhead:
 
     def _read(self) -> None:
         """Hands over batches, or the error that ends them."""
-        workers.start_resource_tracker()
-        workers.hear_no_signals()  # nor do processes that are started from here
-        iterator = iter(self._pipeline)
-        try:
-            for batch in iterator:
-                # A worker's arrays live in memory shared with it; these are the caller's own.
-                self._ready.put(packing.Batch(*(np.array(array) for array in batch)))
-                if self._leaving.is_set():
-                    break
-        except Exception as error:
-            self._ready.put(_explained(error))
-        finally:
-            iterator.close()
+        with workers.signals_unheard():
+            iterator = iter(self._pipeline)
+            try:
+                for batch in iterator:
+                    # A worker's arrays live in memory shared with it; these are the caller's own.
+                    self._ready.put(packing.Batch(*(np.array(array) for array in batch)))
+                    if self._leaving.is_set():
+                        break
+            except Exception as error:
+                self._ready.put(_explained(error))
+            finally:
+                iterator.close()
 
     def _stage(self) -> str:
         if not self._num_workers:

@@ -1,13 +1,15 @@
 """Manners of worker processes, the loader's and those of `prepare`."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that may reach all processes of a job
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that may reach all processes of a job
 
 
 def exit_with_parent() -> None:
@@ -27,12 +29,29 @@ def exit_with_parent() -> None:
     threading.Thread(target=follow, name="exit-with-parent", daemon=True).start()
 
 
+@contextlib.contextmanager
+def signals_unheard() -> Iterator[None]:
+    """Keeps SIGTERM and SIGINT from this thread, and from processes that it starts meanwhile.
+
+    Schedulers send SIGTERM, and a terminal Ctrl-C, to all processes of a job. The one that started
+    the others decides what follows, and they end with it. A handler inside a worker would come too
+    late: before it is set, a worker imports for seconds.
+    """
+    start_resource_tracker()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_resource_tracker() -> None:
     """Starts the process by which `multiprocessing` frees what processes leave behind, if need be.
 
-    By itself it would start with the first worker, and tell of shared memory that a killed worker
-    left, or that Grain's thread had no time to free, on stderr behind the last line of a run. What
-    it finds it frees, so nobody needs to know.
+    By itself it would start with the first worker, or lock of tqdm, and let the thread that starts
+    it hear signals again; and tell of shared memory and locks that a killed process left, or that
+    Grain had no time to free, on stderr behind the last line of a command. It frees what it finds,
+    so nobody needs to know.
     """
     before = os.environ.get("PYTHONWARNINGS")
     ignore = "ignore:resource_tracker:UserWarning"
@@ -44,15 +63,3 @@ def start_resource_tracker() -> None:
             del os.environ["PYTHONWARNINGS"]
         else:
             os.environ["PYTHONWARNINGS"] = before
-
-
-def hear_no_signals() -> None:
-    """Keeps SIGTERM and SIGINT from this thread, and from processes that are started from it.
-
-    Schedulers send SIGTERM, and a terminal Ctrl-C, to all processes of a job. The one that started
-    the others decides what follows, and they end with it. A handler inside a worker would come too
-    late: before it is set, a worker imports for seconds.
-
-    Call `start_resource_tracker` before: its start lets a thread hear signals again.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
