@@ -1,8 +1,12 @@
 """Apache Beam as the runner: the same shards; without it, one line. Most need its environment."""
 
 import importlib.util
+import pathlib
+import signal
+import sys
 
 import data_corpus
+import processes
 import pytest
 import test_data_sets
 from test_data_prepare import shards, times
@@ -125,3 +129,51 @@ def test_one_unit_made_twice_at_a_time(source, output, tmp_path):
     second.add(documents[5:])
     second.finish()
     assert path.read_bytes() == whole
+
+
+KILLED_UNDER_BEAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import test_data_beam
+from deconstruct.data import prepare
+
+if __name__ == "__main__":
+    settings = test_data_beam.with_beam(
+        {source!r}, {output!r}, tokenizer={tokenizer!r}, beam_options={options!r}
+    )
+    prepare.prepare(settings, progress=False)
+"""
+
+
+@needs_beam
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_killed_under_beam_it_goes_on_and_keeps_what_is_finished(tmp_path, output):
+    """SIGKILL of the whole job, as when a machine is lost, between its first unit and its last."""
+    source = data_corpus.write_source(tmp_path / "source", num_files=24, documents=400)
+    tokenizer, folder = str(output / "tokenizer.json"), tmp_path / "data"
+    program = tmp_path / "killed.py"
+    program.write_text(
+        KILLED_UNDER_BEAM.format(
+            tests=str(pathlib.Path(__file__).parent),
+            source=str(source),
+            output=str(folder),
+            tokenizer=tokenizer,
+            options=MANY,
+        )
+    )
+    with processes.Session([sys.executable, program], tmp_path / "log") as session:
+        session.wait_until(lambda: len(list(folder.glob("units/*.json"))) >= 2)
+        session.signal(signal.SIGKILL)
+        status, _ = session.ends(10)
+    assert status == -signal.SIGKILL
+    kept = {path: when for path, when in times(folder).items() if path.suffix == ".json"}
+    kept = {path: when for path, when in kept.items() if path.parent.name == "units"}
+    assert 2 <= len(kept) < 24
+    settings = with_beam(source, folder, tokenizer=tokenizer, beam_options=MANY)
+    info = prepare.prepare(settings, progress=False)
+    assert {path: times(folder)[path] for path in kept} == kept
+    whole = data_corpus.settings(source, tmp_path / "whole", tokenizer=tokenizer)
+    assert prepare.prepare(whole, progress=False).data_fingerprint == info.data_fingerprint
+    assert shards(folder) == shards(tmp_path / "whole")
+    assert not list(folder.rglob("*.partial"))
