@@ -122,11 +122,16 @@ def test_one_unit_made_twice_at_a_time(source, output, tmp_path):
     whole = path.read_bytes()
     first, second = (units.ShardWriter(path, tokenizer, 32) for _ in range(2))
     documents = list(sources.read_documents(sources.list_files(str(source))[0]))
-    first.add(documents)
-    second.add(documents[:5])
+    encoded = tokenizer.encode_batch([document.text for document in documents])
+    pairs = list(zip(documents, encoded, strict=True))
+    for pair in pairs:
+        first.add(*pair)
+    for pair in pairs[:5]:
+        second.add(*pair)
     first.finish()
     assert path.read_bytes() == whole
-    second.add(documents[5:])
+    for pair in pairs[5:]:
+        second.add(*pair)
     second.finish()
     assert path.read_bytes() == whole
 

@@ -80,7 +80,9 @@ def measure(pending: Sequence[units.Unit], tokenizer: tokenizer_lib.Tokenizer) -
         path, max_len = pathlib.Path(folder, "sample"), pending[0].max_len
         begin = time.process_time()
         writer = units.ShardWriter(path, tokenizer, max_len)
-        writer.add(shortened)
+        encoded = tokenizer.encode_batch([document.text for document in shortened])
+        for document, ids in zip(shortened, encoded, strict=True):
+            writer.add(document, ids)
         shard = writer.finish()
         write_seconds = time.process_time() - begin
     input_bytes = sum(unit.num_bytes for unit in pending)

@@ -6,15 +6,17 @@ give the same shards, and a run that was stopped goes on with the units that are
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
+import numpy as np
 from absl import logging
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import packing, prepared, readers, sets, sources
+from deconstruct.data import ahead, packing, prepared, readers, sets, sources
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
@@ -131,9 +133,12 @@ def prepare_unit(
         split: ShardWriter(folder / file, tokenizer, unit.max_len) for split, file in unit.shards
     }
     try:
-        for batch in _batches(unit, writers, on_read):
-            for split, writer in writers.items():
-                writer.add([document for own, document in batch if own == split])
+        # Reading, tokenizing and writing go on at the same time: of the three only tokenizing takes
+        # more than one core, and it lets the others run.
+        batches = ahead.ahead(_batches(unit, writers, on_read))
+        with contextlib.closing(ahead.ahead(_encoded(batches, tokenizer))) as encoded:
+            for split, document, ids in itertools.chain.from_iterable(encoded):
+                writers[split].add(document, ids)
         shards = {split: writer.finish() for split, writer in writers.items()}
     except BaseException:
         for writer in writers.values():
@@ -150,7 +155,7 @@ _SplitDocument = tuple[str, readers.Document]
 
 def _batches(
     unit: Unit, writers: Mapping[str, "ShardWriter"], on_read: readers.OnRead
-) -> Iterator[list[_SplitDocument]]:
+) -> Generator[list[_SplitDocument], None, None]:
     """Documents with their split, in order, in lists that are worth encoding together.
 
     Documents of other sets than the chosen ones only count, with the writer of their split. So do
@@ -171,6 +176,16 @@ def _batches(
                 yield batch
                 batch, characters = [], 0
     yield batch
+
+
+def _encoded(
+    batches: Generator[list[_SplitDocument], None, None], tokenizer: tokenizer_lib.Tokenizer
+) -> Generator[list[tuple[str, readers.Document, np.ndarray]], None, None]:
+    """The batches with the ids of each document."""
+    with contextlib.closing(batches):
+        for batch in batches:
+            encoded = tokenizer.encode_batch([document.text for _, document in batch])
+            yield [(*pair, ids) for pair, ids in zip(batch, encoded, strict=True)]
 
 
 def _counting(writer: "ShardWriter") -> readers.OnFault:
@@ -220,16 +235,20 @@ class ShardWriter:
         self._sets: dict[str, prepared.SetCounts] = {}
         self.other_documents = self.bad_rows = self.cut_files = 0
 
-    def add(self, documents: Sequence[readers.Document]) -> None:
-        """Writes the rows that `documents` fill; the rest waits for more."""
-        whole = [document for document in documents if document.text.strip()]
-        self._empty += len(documents) - len(whole)
-        encoded = self._tokenizer.encode_batch([document.text for document in whole])
-        for document, ids in zip(whole, encoded, strict=True):
-            ids = self._tokenizer.with_start(ids)
-            self._count(document, len(ids))
-            self._max_token_id = max(self._max_token_id, int(ids.max()))
-            self._write(self._packer.add(ids))
+    def add(self, document: readers.Document, ids: np.ndarray) -> None:
+        """Writes the rows that a document fills; the rest waits for more.
+
+        Args:
+          document: one of white space alone counts, and is left out.
+          ids: (n,) int32, what the tokenizer makes of its text.
+        """
+        if not document.text.strip():
+            self._empty += 1
+            return
+        ids = self._tokenizer.with_start(ids)
+        self._count(document, len(ids))
+        self._max_token_id = max(self._max_token_id, int(ids.max()))
+        self._write(self._packer.add(ids))
 
     def _count(self, document: readers.Document, num_tokens: int) -> None:
         num_bytes = len(document.text.encode())
