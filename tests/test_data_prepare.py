@@ -17,8 +17,9 @@ import numpy as np
 import processes
 import pytest
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import example_serializer
 
-from deconstruct.data import prepare, prepared, readers, sources, units
+from deconstruct.data import packing, prepare, prepared, readers, sources, units
 from deconstruct.data.dataset import open_dataset
 
 
@@ -71,6 +72,18 @@ def test_readable_by_tfds_without_tensorflow(output):
     assert len(rows) == info.counts["train"]["rows"]
     assert rows[0]["ids"][0] == info.eot_id and rows[0]["num_tokens"] == 33
     assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize(("vocab_size", "starts"), [(300, [0, 3]), (70_000, [])])
+def test_records_are_the_bytes_that_tfds_would_write(vocab_size, starts):
+    features = prepared.features(8, vocab_size)
+    ids = np.arange(vocab_size - 9, vocab_size).astype(prepared.token_dtype(vocab_size))
+    row = packing.Row(ids, np.array(starts, np.int32), 9)
+    record = prepared.serializer(8, vocab_size)(row)
+    example = example_serializer.ExampleSerializer(features.get_serialized_info()).get_tf_example(
+        features.encode_example(row._asdict())
+    )
+    assert record == example.SerializeToString(deterministic=True)
 
 
 def test_what_is_stored_beside_the_rows(source, output):
