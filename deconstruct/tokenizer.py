@@ -6,6 +6,7 @@ post-processor, truncation and padding are switched off. Control tokens that are
 are encoded as ordinary characters, so control ids come from our code alone.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -123,6 +124,8 @@ class Tokenizer:
         those of the uncut text. A piece without such a place is cut at its end, which is inexact,
         and so is every cut for tokenizers that mark words in another way.
         """
+        if len(text) <= PIECE_CHARACTERS:
+            return 0
         safe = [safe for _, safe in _pieces(text)][:-1]
         return len(safe) - sum(safe) if self._ends_words_at_spaces else len(safe)
 
@@ -166,7 +169,7 @@ class Tokenizer:
                 lengths[id] = len(token.replace("▁", " ").encode())
         return lengths
 
-    @property
+    @functools.cached_property
     def _ends_words_at_spaces(self) -> bool:
         """Whether words are split at spaces and then spelled in bytes, as in GPT-2 and after."""
         stages = _stages(self._settings.get("pre_tokenizer"))
