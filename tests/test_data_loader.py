@@ -1,4 +1,4 @@
-"""The loader: order from the step alone (D1), hosts, entry points (D7), vocabulary (T2)."""
+"""The loader: order from the step alone (D1), hosts (D2), entry points (D7), vocabulary (T2)."""
 
 import collections
 import dataclasses
@@ -74,13 +74,17 @@ def row_numbers(dataset):
     return numbers
 
 
+def rows_seen(dataset, seen):
+    """The number of each row of some batches, in their order."""
+    numbers = row_numbers(dataset)
+    return [numbers[row.astype(np.uint16).tobytes()] for b in seen for row in b.tokens_BT]
+
+
 def test_each_row_once_per_epoch_in_an_order_of_its_own(dataset):
     num_rows = dataset.num_rows("train")
-    numbers = row_numbers(dataset)
 
     def order(seed):
-        seen = batches(dataset, math.ceil(2.5 * num_rows / BATCH), seed=seed)
-        return [numbers[row.astype(np.uint16).tobytes()] for b in seen for row in b.tokens_BT]
+        return rows_seen(dataset, batches(dataset, math.ceil(2.5 * num_rows / BATCH), seed=seed))
 
     first, again, other = order(0), order(0), order(1)
     epochs = [first[:num_rows], first[num_rows : 2 * num_rows], other[:num_rows]]
@@ -101,6 +105,83 @@ def test_hosts_share_each_batch(dataset, unbroken, hosts):
         for step in zip(*shares, strict=True)
     ]
     assert_same(joined, unbroken[3:11])
+
+
+@pytest.fixture(scope="module")
+def of_files(tmp_path_factory):
+    """A function from a number of files to the data made of them, a shard each."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def make(num_files):
+        source = data_corpus.write_source(folder / f"source_{num_files}", num_files, documents=6)
+        settings = data_corpus.settings(source, folder / f"{num_files}", validation_share=0.0)
+        prepare.prepare(settings, progress=False)
+        return open_dataset(folder / f"{num_files}")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("num_files", "hosts"), [(1, 4), (2, 4), (3, 4), (5, 4), (2, 3)], ids=lambda n: str(n)
+)
+def test_every_host_has_as_much_and_together_they_have_all(of_files, num_files, hosts):
+    """D2: rows are shared, not files, so few files do no harm. No row is left over at an epoch's
+    end: the batch that begins there goes on into the next epoch."""
+    dataset = of_files(num_files)
+    num_rows = dataset.num_rows("train")
+    assert len(dataset.info.shards["train"]) == num_files
+    local = next(n for n in (2, 3, 5) if num_rows % (n * hosts))
+    batch_size = local * hosts
+    shares = [
+        batches(dataset, num_rows, batch_size=batch_size, process_index=host, process_count=hosts)
+        for host in range(hosts)
+    ]
+    assert {batch.tokens_BT.shape[0] for share in shares for batch in share} == {local}
+    by_host = [np.reshape(rows_seen(dataset, share), (num_rows, local)) for share in shares]
+    whole = np.concatenate(by_host, axis=1).ravel()  # as one host would read them
+    epochs = whole.reshape(batch_size, num_rows)
+    assert (np.sort(epochs) == np.arange(num_rows)).all()
+    one = batches(dataset, num_rows, batch_size=batch_size)
+    np.testing.assert_array_equal(whole, rows_seen(dataset, one))
+
+
+def test_more_workers_than_files(of_files):
+    dataset = of_files(2)
+    assert_same(batches(dataset, 9, num_workers=3), batches(dataset, 9))
+
+
+ONE_HOST = """
+import itertools, json, sys
+from deconstruct.data import loader
+from deconstruct.data.dataset import open_dataset
+from deconstruct.data.mixture import alone
+
+if __name__ == "__main__":
+    path, index, count, num_workers = sys.argv[1], *map(int, sys.argv[2:])
+    batches = loader.training_batches(
+        alone(open_dataset(path)), batch_size=4, seed=7, start_step=0, num_workers=num_workers,
+        process_index=index, process_count=count,
+    )
+    print(json.dumps([batch.tokens_BT.tolist() for batch in itertools.islice(batches, 40)]))
+    batches.close()
+"""
+
+
+def test_two_real_processes_share_each_batch(dataset, unbroken, tmp_path):
+    """D2: at the same time, one with worker processes and one without."""
+    program = tmp_path / "one_host.py"
+    program.write_text(ONE_HOST)
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, program, dataset.path, str(index), "2", str(num_workers)],
+            stdout=subprocess.PIPE,
+        )
+        for index, num_workers in enumerate((0, 2))
+    ]
+    shares = [json.loads(host.communicate(timeout=60)[0]) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0]
+    joined = [[*first, *second] for first, second in zip(*shares, strict=True)]
+    assert joined == [batch.tokens_BT.tolist() for batch in unbroken[:40]]
 
 
 def test_batch_that_hosts_cannot_share(dataset):

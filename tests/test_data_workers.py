@@ -17,6 +17,7 @@ import tiny_run
 from deconstruct import checkpoint, run
 from deconstruct.data import loader, read_ahead
 from deconstruct.data.dataset import open_dataset
+from deconstruct.data.mixture import alone
 
 data, config_file = test_train.data, test_train.config_file  # fixtures
 
@@ -69,7 +70,7 @@ def stick(folder):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_read_that_never_returns_is_named_and_given_up(stuck, num_workers, caplog):
     batches = loader.training_batches(
-        stuck, batch_size=4, seed=0, start_step=5, num_workers=num_workers
+        alone(stuck), batch_size=4, seed=0, start_step=5, num_workers=num_workers
     )
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError) as found:
@@ -93,7 +94,9 @@ def test_a_slow_read_is_waited_for(data, monkeypatch, caplog):
 
     monkeypatch.setattr(read_ahead, "SAY_AFTER", 0.5)
     monkeypatch.setattr(dataset, "rows", slow)
-    batches = loader.training_batches(dataset, batch_size=4, seed=0, start_step=0, num_workers=0)
+    batches = loader.training_batches(
+        alone(dataset), batch_size=4, seed=0, start_step=0, num_workers=0
+    )
     assert len(list(itertools.islice(batches, 2))) == 2
     batches.close()
     assert len(caplog.records) == 2
@@ -110,9 +113,9 @@ if __name__ == "__main__":
     read_ahead.SAY_AFTER, read_ahead.GIVE_UP_AFTER = 1.0, 4.0
     check_rows = setup.check_rows
 
-    def check_and_stick(config, dataset):
-        check_rows(config, dataset)
-        test_data_workers.stick(dataset.path)
+    def check_and_stick(config, data):
+        check_rows(config, data)
+        test_data_workers.stick(data.sources[0].dataset.path)
 
     setup.check_rows = check_and_stick
     entry.run(train.main)

@@ -7,15 +7,17 @@ import subprocess
 import time
 
 import devices
+import jax
 import numpy as np
 import pytest
 import test_checkpoint
 import test_train
 import tiny_run
 
-from deconstruct import checkpoint, run, setup
+from deconstruct import checkpoint, flops, metrics, run, setup, step
 from deconstruct.checkpoint import manager
 from deconstruct.data import loader
+from deconstruct.spec import ModelSpec
 
 data, config_file = test_train.data, test_train.config_file  # fixtures
 unbroken = test_train.unbroken
@@ -42,8 +44,8 @@ def test_a_run_without_a_whole_step_does_not_begin_anew(config_file, unbroken, t
     """C1: status 1, one line with the reason for each step, nothing written."""
     workdir = tmp_path / "run"
     shutil.copytree(unbroken, workdir)
-    for step in (workdir / "checkpoints").iterdir():
-        test_checkpoint.lose_optimizer(step)
+    for stored in (workdir / "checkpoints").iterdir():
+        test_checkpoint.lose_optimizer(stored)
     before = test_checkpoint.snapshot(workdir)
     done = tiny_run.run_command(tiny_run.command(config_file, workdir))
     assert done.returncode == 1
@@ -153,3 +155,47 @@ def test_throughput_leaves_padding_and_the_first_step_out(config_file, tmp_path,
         ratio = record["tokens_per_second"] / record["positions_per_second"]
         assert ratio == pytest.approx(3 / 4)
     assert [record["tokens"] for record in (first, *others)] == [96, 192, 288, 384]
+
+
+def test_throughput_is_that_of_slow_steps(config_file, tmp_path, monkeypatch):
+    """L1: work that goes on after its dispatch; not the compilation and validation, slow too."""
+    compile_train_step, validate = step.compile_train_step, run.Loop.validate
+    ended, paused = [], []
+
+    def work(loss):
+        time.sleep(0.15)
+        ended.append(time.perf_counter())
+        return loss
+
+    def slow_compilation(*args):
+        time.sleep(1)
+        train_step = compile_train_step(*args)
+        slow_loss = jax.jit(lambda loss: jax.pure_callback(work, loss, loss))
+
+        def slow_step(state, batch):
+            state, values = train_step(state, batch)
+            return state, values | {"loss": slow_loss(values["loss"])}
+
+        return slow_step
+
+    def slow_validation(*args):
+        begin = time.perf_counter()
+        time.sleep(1)
+        loss = validate(*args)
+        paused.append(time.perf_counter() - begin)
+        return loss
+
+    monkeypatch.setattr(step, "compile_train_step", slow_compilation)
+    monkeypatch.setattr(run.Loop, "validate", slow_validation)
+    monkeypatch.setitem(metrics.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    config = tiny_run.load_config(
+        config_file, log_every=100, validate_every=6, checkpoint_every=100, log__diagnose_every=None
+    )
+    run.train(config, str(tmp_path / "run"))
+    first, last = tiny_run.records(tmp_path / "run", "train")
+    assert (first["step"], last["step"]) == (1, 12) and "tokens_per_second" not in first
+    speed = (last["tokens"] - first["tokens"]) / (ended[11] - ended[0] - paused[0])
+    assert last["tokens_per_second"] == pytest.approx(speed, rel=0.05)
+    stored = checkpoint.restore_weights(tmp_path / "run")
+    per_token = flops.train_flops_per_token(ModelSpec.from_json(stored.spec_json), batch_size=4)
+    assert last["mfu"] == pytest.approx(per_token * last["tokens_per_second"] / 1e12)
