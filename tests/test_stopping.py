@@ -220,4 +220,4 @@ def test_the_handler_before_comes_back_and_other_threads_set_none():
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert found == [False, before[0]]
+    assert found == [None, before[0]]
