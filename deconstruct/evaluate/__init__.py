@@ -1,0 +1,1 @@
+"""Scores of trained models on public benchmarks: `python -m deconstruct.evaluate`."""

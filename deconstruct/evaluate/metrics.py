@@ -1,0 +1,94 @@
+"""From a value a document to a task's figure and its standard error, as lm-eval computes them."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+BOOTSTRAP_ITERATIONS = 100_000
+_CHUNK = 1000  # resamples that share a seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """How documents add up.
+
+    Attributes:
+      total: the figure of all documents' values.
+      error: (values, bootstrap iterations) -> its standard error; None where it has none.
+    """
+
+    total: Callable[[Sequence], float]
+    error: Callable[[Sequence, int], float] | None = None
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mean_error(values: Sequence[float], iterations: int = BOOTSTRAP_ITERATIONS) -> float:
+    """The sample standard deviation over the root of the number; NaN of a single value."""
+    del iterations
+    return _deviation(values) / math.sqrt(len(values))
+
+
+def perplexity(log_likelihoods: Sequence[float]) -> float:
+    """exp of the mean negative log-likelihood; a document counts once, however many tokens."""
+    return _exp(-mean(log_likelihoods))
+
+
+def perplexity_error(log_likelihoods: Sequence[float], iterations: int) -> float:
+    """The sample standard deviation of the perplexities of `iterations` resamples.
+
+    The resamples are those that `random.Random(i).choices` draws for the i-th thousand. The
+    generator's state is handed to NumPy, whose Mersenne Twister gives the same numbers faster, and
+    sums run from the first value to the last, as Python's own did before 3.12.
+    """
+    values = np.array(log_likelihoods)
+    perplexities: list[float] = []
+    for chunk in range(-(-iterations // _CHUNK)):
+        words = random.Random(chunk).getstate()[1]
+        generator = np.random.RandomState()
+        generator.set_state(("MT19937", words[:-1], words[-1]))
+        for _ in range(_CHUNK):
+            drawn = values[(generator.random_sample(len(values)) * len(values)).astype(np.int64)]
+            perplexities.append(_exp(-float(np.add.accumulate(drawn)[-1] / len(values))))
+    return _deviation(perplexities)
+
+
+def weighted_perplexity(pairs: Sequence[tuple[float, float]]) -> float:
+    """exp of minus all log-likelihoods over all weights; pairs of (log-likelihood, weight)."""
+    return _exp(-_ratio(pairs))
+
+
+def bits(pairs: Sequence[tuple[float, float]]) -> float:
+    """Bits a unit of weight; pairs as for `weighted_perplexity`."""
+    return -_ratio(pairs) / math.log(2)
+
+
+MEAN = Metric(mean, mean_error)
+PERPLEXITY = Metric(perplexity, perplexity_error)
+WEIGHTED_PERPLEXITY = Metric(weighted_perplexity)
+BITS = Metric(bits)
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    log_likelihoods, weights = zip(*pairs, strict=True)
+    return sum(log_likelihoods) / sum(weights)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    center = mean(values)
+    return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1))
+
+
+def _exp(x: float) -> float:
+    """exp, infinite where a float ends: an untrained model's perplexity may be that large."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
