@@ -65,6 +65,14 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.mixer(*self.mixer_inputs(x_BTD, ctx))
         return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
 
+    def remember(self, x_BSD: jax.Array, ctx: MixerContext):
+        return self.mixer.remember(*self.mixer_inputs(x_BSD, ctx))
+
+    def extend(self, x_BTD: jax.Array, past, ctx: MixerContext) -> jax.Array:
+        h_BTD, ctx = self.mixer_inputs(x_BTD, ctx)
+        x_BTD = x_BTD + self.mixer.extend(h_BTD, past, ctx)
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+
     def apply_mixer(self, x_BTD, ctx, method: str):
         """A method of the mixer (`scores`, `attention_map`, ...) on this layer's input."""
         return getattr(self.mixer, method)(*self.mixer_inputs(x_BTD, ctx))
@@ -302,6 +310,59 @@ def hidden(
 
     x_BTD, _ = _run_layers(spec, params, embeddings_BTD, stream_states, step)
     return final_norm(spec, params, x_BTD, compute)
+
+
+def branches(
+    spec: ModelSpec,
+    params: Params,
+    fixed,
+    context_BS: jax.Array,
+    lengths_B: jax.Array,
+    tokens_BT: jax.Array,
+    branches_BT: jax.Array,
+    *,
+    compute: Compute = Compute(),
+) -> tuple[jax.Array, jax.Array]:
+    """Final hidden states of contexts and of several continuations of each: (B, S, D), (B, T, D).
+
+    The contexts are read once, whatever the number of their continuations. Equal to `hidden` of
+    each context and continuation by themselves, up to rounding.
+
+    Args:
+      spec, params, fixed, compute: as for `hidden`.
+      context_BS: token ids; what is right of a row's length is read by nobody.
+      lengths_B: tokens of each context, at least 1.
+      tokens_BT: a row's continuations, one behind the other.
+      branches_BT: which continuation each token belongs to; a continuation is a run of equal ids.
+
+    Raises:
+      ValueError: more tokens than a fixed stream has positions.
+    """
+    length, new_1T = context_BS.shape[1], _arange(tokens_BT.shape[1])
+    first = jnp.concatenate(
+        [jnp.ones_like(branches_BT[:, :1], bool), branches_BT[:, 1:] != branches_BT[:, :-1]], axis=1
+    )
+    begun_BT = jax.lax.cummax(jnp.where(first, new_1T, 0), axis=1)
+    positions_BT = lengths_B[:, None] + new_1T - begun_BT
+    longest = max(length, min(spec.max_len, length + tokens_BT.shape[1]))
+    stream_states = streams(spec, params, fixed, longest, compute)
+    embed = _embedder(spec, params, compute)
+    context_BSD, tokens_BTD = embed(context_BS), embed(tokens_BT)
+    past_BS = _arange(length) < lengths_B[:, None]
+
+    def step(carry, layer, layer_params, stream_LD, scanned):
+        x_BSD, x_BTD = carry
+        own = _context(layer, _arange(length), None, context_BSD, stream_LD)
+        then = _context(layer, positions_BT, branches_BT, tokens_BTD, stream_LD)
+        block = Block(spec, layer, compute.dtype)
+        variables = {"params": layer_params}
+        past = block.apply(variables, x_BSD, own, method="remember")
+        x_BTD = block.apply(variables, x_BTD, past, then.replace(past_BS=past_BS), method="extend")
+        return (block.apply(variables, x_BSD, own), x_BTD), None
+
+    hiddens, _ = _run_layers(spec, params, (context_BSD, tokens_BTD), stream_states, step)
+    x_BSD, x_BTD = (final_norm(spec, params, x, compute) for x in hiddens)
+    return x_BSD, x_BTD
 
 
 def final_norm(spec: ModelSpec, params: Params, x_BTD: jax.Array, compute: Compute) -> jax.Array:

@@ -202,3 +202,34 @@ def test_cache_bytes_are_those_of_the_cache(name):
     layer = spec.layers[0]
     stated = MIXERS[name].cache_bytes(spec, options_of(layer), 16, itemsize=4)
     assert size(3) - size(2) == stated
+
+
+@BY_NAME
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_branches_equal_each_continuation_by_itself(name, scan):
+    """Contexts of several lengths, each with continuations of several, padded on the right."""
+    plan = "uniform" if name == "standard" else "even"
+    spec = make_spec(name, plan, num_layers=4, max_len=40)
+    params, fixed = make_params(spec), make_fixed(spec)
+    in_memory = layouts.stack_layers(spec, params) if scan else params
+    lengths, continuations = (1, 9, 20), ((3, 1, 7), (11,), (4, 4))
+    rng = np.random.default_rng(0)
+    context_BS = rng.integers(0, spec.vocab_size, (3, 24)).astype(np.int32)
+    tokens_BT = rng.integers(0, spec.vocab_size, (3, 13)).astype(np.int32)
+    branches_BT = np.full((3, 13), 9, np.int32)  # what is left over is one more branch
+    for row, own in enumerate(continuations):
+        branches_BT[row, : sum(own)] = np.repeat(np.arange(len(own)), own)
+    contexts_BSD, new_BTD = jax.jit(
+        lambda params, *given: decoder.branches(spec, params, fixed, *given)
+    )(in_memory, context_BS, np.array(lengths), tokens_BT, branches_BT)
+    alone = jax.jit(lambda tokens_BT: decoder.hidden(spec, params, fixed, tokens_BT))
+    for row, (length, own) in enumerate(zip(lengths, continuations, strict=True)):
+        begin = 0
+        for size in own:
+            tokens = np.zeros((1, 40), np.int32)
+            tokens[0, :length] = context_BS[row, :length]
+            tokens[0, length : length + size] = tokens_BT[row, begin : begin + size]
+            expected = alone(tokens)[0]
+            assert_close(contexts_BSD[row, :length], expected[:length])
+            assert_close(new_BTD[row, begin : begin + size], expected[length : length + size])
+            begin += size

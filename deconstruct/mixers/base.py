@@ -30,12 +30,14 @@ class MixerContext:
       segments_BT: id of the document of each token, or None where documents are not isolated.
       embeddings_BTD: the layer-0 embeddings after this layer's input norm (`static_emb_qk`).
       stream_LD: the mixer's own fixed stream as it enters this layer, after the input norm.
+      past_BS: for `extend`, which of the remembered tokens are there: (B, S) of bool.
     """
 
     positions_BT: jax.Array
     segments_BT: jax.Array | None = None
     embeddings_BTD: jax.Array | None = None
     stream_LD: jax.Array | None = None
+    past_BS: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,18 @@ class Mixer(nn.Module):
     def attention_map(self, h_BTD: jax.Array, ctx: MixerContext) -> jax.Array | None:
         """A_BHTS in float32 from the equation; None where the mixer mixes no tokens."""
         return None
+
+    def remember(self, h_BSD: jax.Array, ctx: MixerContext) -> Any:
+        """What tokens to come need of these, for `extend`."""
+        raise NotImplementedError
+
+    def extend(self, h_BTD: jax.Array, past: Any, ctx: MixerContext) -> jax.Array:
+        """The output (B, T, D) for tokens that follow a remembered past.
+
+        `ctx.segments_BT` tells apart the branches, of which each follows the whole past and no
+        other branch; `ctx.positions_BT` count on from the past's.
+        """
+        raise NotImplementedError
 
     def init_cache(self, batch_size: int, length: int, ctx: MixerContext) -> Any:
         """An empty decode cache for `length` tokens a row; `ctx` gives the fixed stream."""
@@ -171,6 +185,25 @@ class QKVMixer(Mixer):
         a_BHTS = self.attention_map(h_BTD, ctx)
         v_BSHK = self.per_head(self.values(h_BTD)).astype(jnp.float32)
         return self.merge(jnp.einsum("BHTS,BSHK->BTHK", a_BHTS, v_BSHK).astype(self.dtype))
+
+    def remember(self, h_BSD, ctx):
+        _, k_BSGK = self.queries_keys(self.qk_source(h_BSD, ctx), ctx.positions_BT)
+        return {"key": k_BSGK, "value": self.values(h_BSD)}
+
+    def extend(self, h_BTD, past, ctx):
+        q_BTHK, k_BTGK = self.queries_keys(self.qk_source(h_BTD, ctx), ctx.positions_BT)
+        scores = self.dot_scores(q_BTHK, jnp.concatenate([past["key"], k_BTGK], axis=1))
+        return self.read_past(scores, past["value"], h_BTD, ctx)
+
+    def read_past(self, scores, v_BSGK: jax.Array, h_BTD: jax.Array, ctx: MixerContext):
+        """The output from scores, broadcastable to (B, H, T, S + T), of the past and the branch."""
+        length, past = h_BTD.shape[1], ctx.past_BS[:, None, None, :]
+        past = jnp.broadcast_to(past, (*past.shape[:2], length, past.shape[3]))
+        a = self.normalise(scores, jnp.concatenate([past, visible(ctx, length)], axis=-1))
+        v_BSHK = self.per_head(jnp.concatenate([v_BSGK, self.values(h_BTD)], axis=1))
+        return self.merge(
+            jnp.einsum("BHTS,BSHK->BTHK", a, v_BSHK.astype(a.dtype)).astype(self.dtype)
+        )
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.spec.head_dim)

@@ -35,6 +35,12 @@ class MLP(Mixer):
     def __call__(self, h_BTD, ctx):
         return self.feed_forward(h_BTD)
 
+    def remember(self, h_BSD, ctx):
+        return {}
+
+    def extend(self, h_BTD, past, ctx):
+        return self.feed_forward(h_BTD)
+
     def init_cache(self, batch_size, length, ctx):
         return {}
 

@@ -35,6 +35,14 @@ class NonApproximate(QKVMixer):
     def scores(self, h_BTD, ctx):
         return jnp.transpose(self.key_scores(h_BTD, ctx), (0, 2, 1))[:, :, None, :]
 
+    def remember(self, h_BSD, ctx):
+        return {"score": self.key_scores(h_BSD, ctx), "value": self.values(h_BSD)}
+
+    def extend(self, h_BTD, past, ctx):
+        s_BSH = jnp.concatenate([past["score"], self.key_scores(h_BTD, ctx)], axis=1)
+        scores_BH1S = jnp.transpose(s_BSH, (0, 2, 1))[:, :, None, :]
+        return self.read_past(scores_BH1S, past["value"], h_BTD, ctx)
+
     def init_cache(self, batch_size, length, ctx):
         return kernels.prefix_state_init(batch_size, self.spec.num_heads, self.spec.head_dim)
 
