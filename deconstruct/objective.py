@@ -84,10 +84,23 @@ def token_losses(
     Raises:
       ValueError: a vocabulary larger than the table.
     """
+    return token_scores(
+        x_BTD, table_VD, targets_BT, vocab_size=vocab_size, chunk_tokens=chunk_tokens
+    )[0]
+
+
+def token_scores(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    vocab_size: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_losses`, and whether each target is the likeliest id (the first of equal ones)."""
     _check(table_VD, vocab_size)
-    run = _on_mesh(
-        _local_token_losses, _Head(vocab_size, 0.0, chunk_tokens), (HIDDEN, TABLE, TOKENS), TOKENS
-    )
+    head, arrays = _Head(vocab_size, 0.0, chunk_tokens), (HIDDEN, TABLE, TOKENS)
+    run = _on_mesh(_local_token_scores, head, arrays, (TOKENS, TOKENS))
     return run(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(table_VD), targets_BT)
 
 
@@ -186,15 +199,15 @@ def _loss_backward(head: _Head, gradients, cotangents):
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _local_token_losses(head: _Head, x_BTD, table_VD, targets_BT):
+def _local_token_scores(head: _Head, x_BTD, table_VD, targets_BT):
     table = table_VD.astype(x_BTD.dtype)
 
     def step(carry, chunk):
-        likelihood = _likelihood(head, table, *chunk)
-        return carry, likelihood.lse_C - likelihood.target_C
+        likelihood, (_, targets_C) = _likelihood(head, table, *chunk), chunk
+        return carry, (likelihood.lse_C - likelihood.target_C, likelihood.best_C == targets_C)
 
-    _, nll = jax.lax.scan(step, (), _chunks(head, x_BTD, targets_BT))
-    return nll.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape)
+    _, scores = jax.lax.scan(step, (), _chunks(head, x_BTD, targets_BT))
+    return tuple(x.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for x in scores)
 
 
 def _local_sums(head: _Head, x_BTD, table_VD, targets_BT, weights_BT) -> LossSums:
@@ -242,12 +255,14 @@ class _Likelihood(NamedTuple):
     Attributes:
       lse_C: log of the softmax's denominator.
       target_C: the target's logit; NaN for an id that is no token.
+      best_C: the first id of the largest logit.
       e_CV: exp(logit - largest logit), of this device's rows.
       norm_C: sum of e over all rows.
     """
 
     lse_C: jax.Array
     target_C: jax.Array
+    best_C: jax.Array
     e_CV: jax.Array
     norm_C: jax.Array
 
@@ -257,9 +272,11 @@ def _likelihood(head: _Head, table_VD, x_CD, targets_C) -> _Likelihood:
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     if head.sharded or head.vocab_size < len(table_VD):  # else it would be a pass for nothing
         logits_CV = jnp.where((ids_V < head.vocab_size)[None, :], logits_CV, -jnp.inf)
-    max_C = jnp.max(logits_CV, axis=-1)
+    max_C, best_C = jnp.max(logits_CV, axis=-1), ids_V[0] + jnp.argmax(logits_CV, axis=-1)
     if head.sharded:
-        max_C = jax.lax.pmax(max_C, VOCABULARY_AXIS)
+        local_max_C, max_C = max_C, jax.lax.pmax(max_C, VOCABULARY_AXIS)
+        best_C = jnp.where(local_max_C == max_C, best_C, jnp.iinfo(best_C.dtype).max)
+        best_C = jax.lax.pmin(best_C, VOCABULARY_AXIS)
     e_CV = jnp.exp(logits_CV - max_C[:, None])
     norm_C = jnp.sum(e_CV, axis=-1)
     target_C = _local_target(logits_CV, targets_C - ids_V[0])
@@ -267,7 +284,7 @@ def _likelihood(head: _Head, table_VD, x_CD, targets_C) -> _Likelihood:
         norm_C, target_C = jax.lax.psum((norm_C, target_C), VOCABULARY_AXIS)
     is_token = (targets_C >= 0) & (targets_C < head.vocab_size)
     target_C = jnp.where(is_token, target_C, jnp.nan)
-    return _Likelihood(jnp.log(norm_C) + max_C, target_C, e_CV, norm_C)
+    return _Likelihood(jnp.log(norm_C) + max_C, target_C, best_C, e_CV, norm_C)
 
 
 def _local_target(logits_CV, index_C):

@@ -1,0 +1,157 @@
+"""From requests to the rows of ids that a model reads, by lm-evaluation-harness's token rules.
+
+A pair's tokens are the context's own encoding followed by what the encoding of context and
+continuation together has beyond its length: where a token spans the join the two differ, and the
+number of the context's tokens alone decides the cut. The start token (end-of-text) leads an empty
+context and a whole text; any other context has none, as the harness does with tokenizers of this
+kind, unless `lead` asks for it as in training.
+
+What several continuations share, a row reads once.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deconstruct.evaluate.tasks import Pair, Whole
+from deconstruct.tokenizer import Tokenizer
+
+Request = Pair | Whole
+
+
+class Target(NamedTuple):
+    """A token that is scored.
+
+    Attributes:
+      request: the request that it counts for.
+      place: the input that predicts it: of the context, or the context's length and on for `new`.
+      id: the token.
+    """
+
+    request: int
+    place: int
+    id: int
+
+
+@dataclasses.dataclass
+class Row:
+    """What a model reads at once, and what is scored of it.
+
+    Attributes:
+      context: ids, at least one.
+      new: ids of continuations that follow the context, one behind the other.
+      branches: which continuation each of `new` belongs to.
+      targets: what is scored.
+    """
+
+    context: Sequence[int]
+    new: list[int] = dataclasses.field(default_factory=list)
+    branches: list[int] = dataclasses.field(default_factory=list)
+    targets: list[Target] = dataclasses.field(default_factory=list)
+
+
+class Encoded(NamedTuple):
+    """The rows of some requests, and how many requests lost the left end of their context."""
+
+    rows: list[Row]
+    num_truncated: int
+
+
+def encode(
+    tokenizer: Tokenizer, requests: Sequence[Request], max_len: int, lead: bool = False
+) -> Encoded:
+    """The rows that answer `requests`.
+
+    Args:
+      tokenizer: the model's.
+      requests: what is asked; a `Target` names one by its place.
+      max_len: the most tokens that the model reads at once.
+      lead: whether the start token leads every context, as it led each document in training.
+
+    Raises:
+      ValueError: a continuation without tokens, or with more than max_len.
+    """
+    rows = [
+        row
+        for place, request in enumerate(requests)
+        if isinstance(request, Whole)
+        for row in _windows(place, tokenizer.encode(request.text), tokenizer.eot_id, max_len)
+    ]
+    pairs = {place: pair for place, pair in enumerate(requests) if isinstance(pair, Pair)}
+    shared: dict[bytes, list[tuple[int, np.ndarray]]] = {}
+    num_truncated = 0
+    for place, (context, continuation) in zip(
+        pairs, _pairs_of_ids(tokenizer, list(pairs.values()), lead), strict=True
+    ):
+        _check_length(pairs[place], len(continuation), max_len)
+        room = max_len + 1 - len(continuation)
+        num_truncated += len(context) > room
+        shared.setdefault(context[-room:].tobytes(), []).append((place, continuation))
+    for context, continuations in shared.items():
+        rows.append(_pair_row(np.frombuffer(context, np.int32).tolist(), continuations))
+    return Encoded(rows, num_truncated)
+
+
+def _pairs_of_ids(
+    tokenizer: Tokenizer, pairs: Sequence[Pair], lead: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(context, continuation) ids of each; white space at the context's end goes over."""
+    start = np.array([tokenizer.eot_id], np.int32)
+    texts = []
+    for context, continuation in pairs:
+        kept = context.rstrip()
+        texts += [kept, kept + context[len(kept) :] + continuation]
+    encoded = iter(tokenizer.encode_batch(texts))
+    for context, both in zip(encoded, encoded, strict=True):
+        continuation = both[len(context) :]
+        if len(context) == 0 and len(continuation) and continuation[0] == start[0]:
+            continuation = continuation[1:]
+        if len(context) == 0 or (lead and context[0] != start[0]):
+            context = np.concatenate([start, context])
+        yield context, continuation
+
+
+def _check_length(pair: Pair, num_tokens: int, max_len: int) -> None:
+    if not 1 <= num_tokens <= max_len:
+        raise ValueError(
+            f"the continuation {pair.continuation[:80]!r} has {num_tokens} tokens; a model of "
+            f"max_len={max_len} scores 1 to {max_len}"
+        )
+
+
+def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]]) -> Row:
+    """One continuation is read with its context, several as branches of it."""
+    row = Row(context)
+    if len(continuations) == 1:
+        ((request, ids),) = continuations
+        row.context = context + ids[:-1].tolist()
+        first = len(context) - 1
+        row.targets = [Target(request, first + i, int(id)) for i, id in enumerate(ids)]
+        return row
+    for branch, (request, ids) in enumerate(continuations):
+        places = [
+            len(context) - 1,
+            *range(len(context) + len(row.new), len(context) + len(row.new) + len(ids) - 1),
+        ]
+        row.targets += [
+            Target(request, place, int(id)) for place, id in zip(places, ids, strict=True)
+        ]
+        row.new += ids[:-1].tolist()
+        row.branches += [branch] * (len(ids) - 1)
+    return row
+
+
+def _windows(request: int, ids: np.ndarray, start: int, max_len: int) -> Iterator[Row]:
+    """Windows that score each token once: the first after the start token, then full ones.
+
+    A later window reads the max_len tokens before its last target, so that its first target has
+    little context only where the text is read in strides of max_len.
+    """
+    led = [start, *ids.tolist()]
+    for begin in range(0, len(ids), max_len):
+        end = min(begin + max_len, len(ids))
+        first = 0 if begin == 0 else end - max_len
+        targets = [Target(request, place - first, led[place + 1]) for place in range(begin, end)]
+        yield Row(led[first:end], targets=targets)

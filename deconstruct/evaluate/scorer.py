@@ -1,0 +1,131 @@
+"""Log-likelihoods of requests under a model.
+
+All padding is on the right, where causal mixers never look, so a request's score does not depend on
+what it is batched with (beyond rounding).
+
+Axes: B rows, S context, T new tokens, N targets, D model.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from deconstruct import decoder, objective, sharding
+from deconstruct.decoder import Compute
+from deconstruct.evaluate import batching
+from deconstruct.evaluate import rows as rows_lib
+from deconstruct.evaluate.batching import Arrays, Shape
+from deconstruct.evaluate.rows import Request
+from deconstruct.evaluate.tasks import Answer, Whole
+from deconstruct.trained import TrainedModel
+
+FLOAT32 = Compute(jnp.float32)
+BATCH_TOKENS = 2048  # read at once, by all devices that share the batch; padding counts
+
+
+class Scores(NamedTuple):
+    """What a list of requests came to.
+
+    Attributes:
+      answers: one a request.
+      num_truncated: requests whose context lost its left end.
+      tokens_read: tokens that the model read, without padding.
+    """
+
+    answers: list[Answer]
+    num_truncated: int
+    tokens_read: int
+
+
+class Scorer:
+    """Scores with one model on one mesh.
+
+    Attributes:
+      shapes: the shapes that were compiled so far.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        mesh: Mesh,
+        *,
+        max_len: int | None = None,
+        compute: Compute = FLOAT32,
+        batch_tokens: int = BATCH_TOKENS,
+        lead: bool = False,
+    ):
+        """Args:
+        model: its parameters already lie on the mesh.
+        mesh: rows are spread over its batch axes.
+        max_len: the most tokens read at once; None takes the model's own.
+        compute: the dtype of the arithmetic; softmax and sums are float32 whatever it is.
+        batch_tokens: how many tokens a batch holds, about.
+        lead: see `rows.encode`.
+        """
+        self.model, self.mesh, self.lead = model, mesh, lead
+        self.max_len = model.spec.max_len if max_len is None else max_len
+        self.batch_tokens = batch_tokens
+        self.shapes: dict[Shape, None] = {}
+        self._score = jax.jit(functools.partial(_score, model.spec, compute))
+
+    def score(
+        self, requests: Sequence[Request], on_rows: Callable[[int, int], None] = lambda *_: None
+    ) -> Scores:
+        """The answers to `requests`, in their order; equal requests are answered once.
+
+        Args:
+          requests: what is asked.
+          on_rows: called with (rows that were just scored, all rows).
+
+        Raises:
+          ValueError: a continuation that has no tokens, or more than the model reads at once.
+        """
+        unique = list(dict.fromkeys(requests))
+        encoded = rows_lib.encode(self.model.tokenizer, unique, self.max_len, self.lead)
+        sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
+        for batch in batching.plan(encoded.rows, self._limits, self.shapes):
+            nll_BN, best_BN = self._run(batch)
+            for row, nll_N, best_N in zip(batch.rows, nll_BN, best_BN, strict=False):
+                for target, nll, best in zip(row.targets, nll_N, best_N, strict=False):
+                    sums[target.request] -= nll
+                    greedy[target.request] &= best
+            on_rows(len(batch.rows), len(encoded.rows))
+        answers = {
+            request: Answer(float(total), bool(best) and not isinstance(request, Whole))
+            for request, total, best in zip(unique, sums, greedy, strict=True)
+        }
+        tokens_read = sum(len(row.context) + len(row.new) for row in encoded.rows)
+        return Scores([answers[r] for r in requests], encoded.num_truncated, tokens_read)
+
+    @property
+    def _limits(self) -> batching.Limits:
+        return batching.Limits(self.max_len, self.batch_tokens, sharding.batch_shards(self.mesh))
+
+    def _run(self, batch: batching.Batch) -> tuple[np.ndarray, np.ndarray]:
+        """(negative log-likelihoods, whether each was the likeliest), (B, N), of the targets."""
+        self.shapes[batch.shape] = None
+        with jax.set_mesh(self.mesh):
+            placed = sharding.place_batch(batching.fill(batch), self.mesh)
+            scores = self._score(self.model.params, self.model.fixed, placed)
+        return jax.device_get(scores)
+
+
+def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
+    """(negative log-likelihood, whether it is the likeliest id) of each target, (B, N)."""
+    if arrays.new_BT.shape[1]:
+        x_BSD, new_BTD = decoder.branches(spec, params, fixed, *arrays[:4], compute=compute)
+        x_BSD = jnp.concatenate([x_BSD, new_BTD], axis=1)
+    else:
+        x_BSD = decoder.hidden(spec, params, fixed, arrays.context_BS, compute=compute)
+    x_BND = jnp.take_along_axis(x_BSD, arrays.places_BN[:, :, None], axis=1)
+    return objective.token_scores(
+        sharding.constrain_batch(x_BND),
+        decoder.head_table(spec, params),
+        arrays.targets_BN,
+        vocab_size=spec.vocab_size,
+    )
