@@ -270,7 +270,7 @@ def parse_layers(num_layers: int, text: str) -> tuple[LayerSpec, ...]:
     for position, word in enumerate(words, start=1):
         head, _, numbers = word.partition("@")
         mixer, options = _parse_mixer(head)
-        for number in _parse_numbers(numbers) if located else [position]:
+        for number in parse_numbers(numbers) if located else [position]:
             if not 1 <= number <= num_layers:
                 raise ValueError(f"{word!r} names layer {number} of a model of {num_layers}")
             if number in chosen:
@@ -301,7 +301,7 @@ def _parse_mixer(word: str) -> tuple[str, dict[str, Any]]:
     return mixer, options
 
 
-def _parse_numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
     numbers = []
     for part in text.split(","):
         low, dash, high = part.partition("-")

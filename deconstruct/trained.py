@@ -1,10 +1,14 @@
 """A trained model by the path of its checkpoint: spec, weights and tokenizer, ready to use."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
-from deconstruct import checkpoint, mixers
+import jax
+from jax.sharding import Mesh
+
+from deconstruct import checkpoint, decoder, mixers, sharding
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.spec import ModelSpec
 
@@ -25,16 +29,21 @@ class TrainedModel:
     metadata: checkpoint.Metadata
 
 
-def load(path: str, step: int | None = None, best: bool = False, sharding=None) -> TrainedModel:
+def load(
+    path: str, step: int | None = None, best: bool = False, mesh: Mesh | None = None
+) -> TrainedModel:
     """Reads weights only, and the tokenizer.json that lies in the step's or its run's directory.
 
     Args:
-      path, step, best, sharding: as for `checkpoint.restore_weights`.
+      path, step, best: as for `checkpoint.restore_weights`.
+      mesh: what the weights are spread over, as in training; None puts them on one device.
 
     Raises:
-      ValueError: as there; no tokenizer.json, or not the one that the model was trained with.
+      ValueError: as there; a mesh over which they do not divide; no tokenizer.json, or not the one
+        that the model was trained with.
     """
-    stored = checkpoint.restore_weights(path, step, best, sharding)
+    placement = None if mesh is None else functools.partial(_place, mesh)
+    stored = checkpoint.restore_weights(path, step, best, placement)
     spec = mixers.resolve(ModelSpec.from_json(stored.spec_json))
     tokenizer = _tokenizer_near(pathlib.Path(stored.directory))
     if tokenizer.fingerprint != stored.metadata.identity.tokenizer_fingerprint:
@@ -47,6 +56,15 @@ def load(path: str, step: int | None = None, best: bool = False, sharding=None) 
     return TrainedModel(
         spec, weights["params"], weights.get("fixed") or {}, tokenizer, stored.metadata
     )
+
+
+def _place(mesh: Mesh, spec_json: str, weights: Any) -> Any:
+    """Where each of the stored weights goes."""
+    spec = mixers.resolve(ModelSpec.from_json(spec_json))
+    boxed = jax.eval_shape(functools.partial(decoder.init, spec), jax.random.key(0))
+    sharding.check_params(boxed, mesh)
+    whole = jax.tree.map(lambda _: sharding.replicated(mesh), weights)
+    return {**whole, "params": sharding.param_shardings(boxed, mesh)}
 
 
 def _tokenizer_near(step_directory: pathlib.Path) -> tokenizer_lib.Tokenizer:

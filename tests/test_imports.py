@@ -33,7 +33,10 @@ EDGES = {
     "step": {
         "data", "decoder", "layouts", "mixers", "objective", "optim", "sharding", "spec",
     },
-    "trained": {"checkpoint", "mixers", "spec", "tokenizer"},
+    "trained": {"checkpoint", "decoder", "mixers", "sharding", "spec", "tokenizer"},
+    "evaluate": {
+        "decoder", "entry", "objective", "sharding", "spec", "tokenizer", "trained",
+    },
     "generate": {"decoder", "entry", "trained"},
     "setup": {
         "checkpoint", "config", "data", "decoder", "mixers", "optim", "sharding", "spec", "step",

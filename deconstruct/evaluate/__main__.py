@@ -1,0 +1,130 @@
+"""`python -m deconstruct.evaluate --checkpoint=DIR --tasks=all --data_dir=DIR --output=FILE.json`
+
+Run again after a kill: finished tasks are not done again.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from deconstruct import entry
+from deconstruct.evaluate import data, metrics
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory, or one step's directory")
+_STEP = flags.DEFINE_integer("step", None, "step to read; the newest when left out")
+_TASKS = flags.DEFINE_list("tasks", ["all"], "which; all means the paper's nine")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, f"the documents, as {data.FETCH} writes them")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "JSON file to write; the table goes beside it, as .md"
+)
+_LIMIT = flags.DEFINE_integer("limit", None, "the first documents of each task", lower_bound=1)
+_SKIP = flags.DEFINE_bool("skip", False, "leave out the layers that are not standard")
+_KEEP = flags.DEFINE_string("spec_override", None, "leave out all layers but these, as in 1,3-5")
+_MAX_LEN = flags.DEFINE_integer("max_len", None, "tokens read at once; the model's when left out")
+_BOOTSTRAP = flags.DEFINE_integer(
+    "bootstrap_iters", metrics.BOOTSTRAP_ITERATIONS, "resamples for errors; 0 gives no errors",
+    lower_bound=0,
+)  # fmt: skip
+_LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "keep each document's answers in the JSON")
+_LEAD = flags.DEFINE_bool("start_token", False, "put the start token before every context")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arithmetic")
+_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 2048, "about how many tokens a batch holds")
+_FSDP = flags.DEFINE_integer("fsdp", 1, "mesh axis of that name; rows are spread over the rest")
+_TENSOR = flags.DEFINE_integer("tensor", 1, "mesh axis of that name")
+
+
+def main(argv) -> None:
+    del argv
+    for name, value in (
+        ("checkpoint", _CHECKPOINT.value),
+        ("data_dir", _DATA_DIR.value),
+        ("output", _OUTPUT.value),
+    ):
+        if not value:
+            raise ValueError(f"--{name} is missing; see --help")
+    if _SKIP.value and _KEEP.value:
+        raise ValueError("--skip and --spec_override both choose layers: give one of them")
+    output = pathlib.Path(_OUTPUT.value).expanduser()
+    if not output.parent.is_dir():
+        raise ValueError(f"--output={output}: its folder does not exist; make it first")
+    documents = data.read(_DATA_DIR.value, data.names_of(_TASKS.value))
+    from deconstruct.evaluate import report, run  # JAX, once the documents are there
+
+    scorer = load_scorer()
+    settings = settings_of(scorer, documents)
+    progress_file = output.with_name(f"{output.name}.partial")
+    results = run.evaluate(
+        scorer,
+        documents,
+        limit=_LIMIT.value,
+        bootstrap_iterations=_BOOTSTRAP.value,
+        log_samples=_LOG_SAMPLES.value,
+        progress_file=progress_file,
+        settings=settings,
+    )
+    settings["compiled_shapes"] = len(scorer.shapes)
+    output.write_text(json.dumps(report.to_json(results, settings), indent=1))
+    text = report.table(results, f"{settings['checkpoint']} step {settings['step']}")
+    output.with_suffix(".md").write_text(text + "\n")
+    progress_file.unlink()
+    print(text)
+    print(f"done: {output} ({len(scorer.shapes)} shapes compiled)")
+
+
+def load_scorer():
+    """The model on a mesh of all devices, without the layers that are left out."""
+    import dataclasses
+
+    import jax.numpy as jnp
+
+    from deconstruct import sharding, trained
+    from deconstruct import spec as spec_lib
+    from deconstruct.decoder import Compute
+    from deconstruct.evaluate.scorer import Scorer
+
+    mesh = sharding.make_mesh(fsdp=_FSDP.value, tensor=_TENSOR.value)
+    model = trained.load(_CHECKPOINT.value, _STEP.value, mesh=mesh)
+    spec, params = model.spec, model.params
+    if _SKIP.value:
+        spec, params = spec_lib.skip(spec, params)
+    elif _KEEP.value:
+        spec, params = spec_lib.keep_layers(spec, params, spec_lib.parse_numbers(_KEEP.value))
+    if _MAX_LEN.value is not None and not 1 <= _MAX_LEN.value <= spec.max_len:
+        raise ValueError(f"--max_len={_MAX_LEN.value}: the model was trained on {spec.max_len}")
+    print(f"layers of the model:\n{spec.table()}")
+    return Scorer(
+        dataclasses.replace(model, spec=spec, params=params),
+        mesh,
+        max_len=_MAX_LEN.value,
+        compute=Compute(jnp.dtype(_DTYPE.value)),
+        batch_tokens=_BATCH_TOKENS.value,
+        lead=_LEAD.value,
+    )
+
+
+def settings_of(scorer, documents) -> dict[str, Any]:
+    """All that the results depend on."""
+    from deconstruct.evaluate.tasks import TASKS
+
+    return {
+        "checkpoint": _CHECKPOINT.value,
+        "step": scorer.model.metadata.step,
+        "spec": json.loads(scorer.model.spec.to_json()),
+        "tokenizer_sha256": scorer.model.tokenizer.sha256,
+        "max_len": scorer.max_len,
+        "dtype": _DTYPE.value,
+        "start_token": _LEAD.value,
+        "limit": _LIMIT.value,
+        "bootstrap_iters": _BOOTSTRAP.value,
+        "log_samples": _LOG_SAMPLES.value,
+        "documents": {
+            name: {"count": len(own), "sha256": data.sha256_of(own, TASKS[name].source)}
+            for name, own in documents.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,161 @@
+"""Evaluates a model on tasks, one after another, so that what is done survives a kill."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from deconstruct.evaluate import metrics
+from deconstruct.evaluate.scorer import Scorer
+from deconstruct.evaluate.tasks import TASKS, Document, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """A task's figures.
+
+    Attributes:
+      task: its name.
+      figures: `acc,none` and the like, and their `_stderr` ("N/A" where there is none), as lm-eval
+        names them.
+      num_documents: documents scored.
+      num_original: documents of the split.
+      num_truncated: requests whose context lost its left end.
+      tokens_read: by the model, without padding.
+      samples: a record a document, where they were asked for.
+    """
+
+    task: str
+    figures: Mapping[str, float | str]
+    num_documents: int
+    num_original: int
+    num_truncated: int
+    tokens_read: int
+    samples: Sequence[Mapping[str, Any]] | None = None
+
+
+def evaluate(
+    scorer: Scorer,
+    documents: Mapping[str, Sequence[Document]],
+    *,
+    limit: int | None = None,
+    bootstrap_iterations: int = metrics.BOOTSTRAP_ITERATIONS,
+    log_samples: bool = False,
+    progress_file: pathlib.Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> list[TaskResult]:
+    """The results of each task of `documents`, in their order.
+
+    Args:
+      scorer: the model.
+      documents: task -> its documents.
+      limit: how many of the first documents count; None takes all.
+      bootstrap_iterations: resamples behind the error of a perplexity; 0 gives no errors at all.
+      log_samples: whether a record of each document is kept.
+      progress_file: where finished tasks are kept until the end; those in it are not done again.
+      settings: all that the results depend on, as JSON; a file of other settings is begun anew.
+      progress: whether a bar is shown.
+    """
+    done = _Finished(progress_file, settings or {})
+    results = []
+    for name, all_documents in documents.items():
+        if name not in done.results:
+            chosen = all_documents[:limit]
+            figures = _evaluate_task(
+                name, chosen, scorer, bootstrap_iterations, log_samples, progress
+            )
+            done.add(dataclasses.replace(figures, num_original=len(all_documents)))
+        results.append(done.results[name])
+    return results
+
+
+def _evaluate_task(
+    name: str,
+    documents: Sequence[Document],
+    scorer: Scorer,
+    bootstrap_iterations: int,
+    log_samples: bool,
+    progress: bool,
+) -> TaskResult:
+    task = TASKS[name]
+    requests = [task.requests(document) for document in documents]
+    with tqdm(desc=name, unit=" rows", disable=not progress) as bar:
+
+        def on_rows(num_done: int, num_all: int) -> None:
+            bar.total = num_all
+            bar.update(num_done)
+
+        scores = scorer.score([r for own in requests for r in own], on_rows)
+    answers = iter(scores.answers)
+    by_document = [[next(answers) for _ in own] for own in requests]
+    values = [task.values(d, own) for d, own in zip(documents, by_document, strict=True)]
+    samples = None
+    if log_samples:
+        parts = zip(documents, requests, by_document, values, strict=True)
+        samples = [_sample(number, *part) for number, part in enumerate(parts)]
+    return TaskResult(
+        task=name,
+        figures=figures_of(task, values, bootstrap_iterations),
+        num_documents=len(documents),
+        num_original=len(documents),
+        num_truncated=scores.num_truncated,
+        tokens_read=scores.tokens_read,
+        samples=samples,
+    )
+
+
+def figures_of(
+    task: Task, values: Sequence[Mapping[str, Any]], bootstrap_iterations: int
+) -> dict[str, float | str]:
+    """lm-eval's keys: `acc,none` and `acc_stderr,none` for each metric."""
+    figures: dict[str, float | str] = {}
+    for name, metric in task.metrics.items():
+        own = [value[name] for value in values]
+        has_error = metric.error is not None and bootstrap_iterations > 0 and len(own) > 1
+        figures[f"{name},none"] = metric.total(own)
+        figures[f"{name}_stderr,none"] = (
+            metric.error(own, bootstrap_iterations) if has_error else "N/A"
+        )
+    return figures
+
+
+def _sample(number: int, document: Document, requests, answers, values) -> dict[str, Any]:
+    return {
+        "doc_id": number,
+        "doc": document,
+        "arguments": [list(request) for request in requests],
+        "resps": [list(answer) for answer in answers],
+        "values": values,
+    }
+
+
+class _Finished:
+    """The finished tasks of an evaluation, in a file that the next one of its settings reads."""
+
+    def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any]):
+        self.results: dict[str, TaskResult] = {}
+        self._path = path
+        text = json.dumps(settings, sort_keys=True)
+        self._head = json.dumps({"settings": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
+        if path is None:
+            return
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        if not lines or lines[0] != self._head:
+            path.write_text(self._head)
+            return
+        whole = [line for line in lines[1:] if line.endswith("\n")]  # a kill may cut the last
+        for line in whole:
+            result = TaskResult(**json.loads(line))
+            self.results[result.task] = result
+        path.write_text(self._head + "".join(whole))
+
+    def add(self, result: TaskResult) -> None:
+        self.results[result.task] = result
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
