@@ -35,6 +35,7 @@ EDGES = {
     },
     "trained": {"checkpoint", "decoder", "mixers", "sharding", "spec", "tokenizer"},
     "evaluate": {
+        "generate",
         "decoder", "entry", "objective", "sharding", "spec", "tokenizer", "trained",
     },
     "generate": {"decoder", "entry", "trained"},
