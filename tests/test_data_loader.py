@@ -13,6 +13,7 @@ import sys
 import time
 
 import data_corpus
+import devices
 import numpy as np
 import pytest
 
@@ -174,6 +175,7 @@ def test_two_real_processes_share_each_batch(dataset, unbroken, tmp_path):
     hosts = [
         subprocess.Popen(
             [sys.executable, program, dataset.path, str(index), "2", str(num_workers)],
+            env=devices.environment(1),
             stdout=subprocess.PIPE,
         )
         for index, num_workers in enumerate((0, 2))
