@@ -601,9 +601,11 @@ def test_ctrl_c_in_a_program_does_not_wait_for_the_processes(source, output, tmp
 
 
 PREPARING_PROGRAM = """
+import signal
 import data_corpus
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
     settings = data_corpus.settings({source!r}, {output!r}, tokenizer={tokenizer!r})
     prepare.prepare(dataclasses.replace(settings, num_processes=2), progress=False)
 """
