@@ -1,4 +1,4 @@
-"""`tools.bench`: how two sides are timed, what a line says, and the peer's refusal."""
+"""`tools.bench`: how two sides are timed, what a line says, refusals; data's four parts."""
 
 import importlib.util
 import json
@@ -7,9 +7,24 @@ import pathlib
 import subprocess
 import sys
 
+import data_corpus
+import devices
 import pytest
 
-from tools.bench import compare, ours, peer, shapes, train
+from deconstruct import config as config_lib
+from deconstruct.data import prepare
+from deconstruct.data.dataset import open_dataset
+from tools.bench import (
+    compare,
+    corpus,
+    data_worker,
+    loading,
+    ours,
+    peer,
+    preparing,
+    shapes,
+    train,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TINY = shapes.Shape(
@@ -93,7 +108,84 @@ def test_an_unknown_benchmark_is_an_error_with_the_names():
         [sys.executable, "-m", "tools.bench", "trian"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr == "error: no benchmark 'trian'; there are: train\n"
+    assert done.stderr == "error: no benchmark 'trian'; there are: train, data\n"
+
+
+def run_data_benchmark(source, *arguments):
+    """Its lines, of tiny texts."""
+    sizes = ["--tokenizer=bpe:300", "--text_bytes=40000", "--max_len=32", "--rounds=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "data", f"--source={source}", *sizes, *arguments],
+        cwd=ROOT,
+        env=devices.environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_data_against_the_bare_library_and_the_loader(tmp_path):
+    source = data_corpus.write_source(tmp_path / "source")
+    parts = ["--part=prepare", "--part=load", "--num_cores=1", "--num_cores=2"]
+    loader = ["--num_workers=0", "--num_workers=1", "--batch_size=2", "--batches=3"]
+    lines = run_data_benchmark(source, *parts, *loader)
+    speeds, loads = lines[:3], lines[3:]
+    assert [(line["num_cores"], line["processes"]) for line in speeds] == [(1, 1), (2, 2), (2, 1)]
+    for line in speeds:
+        assert line["part"] == "prepare" and 0.03 < line["text_mb"] < 0.05
+        ours, bare, fast = (line[f"{k}_mb_per_second"] for k in ("ours", "bare", "bare_fast"))
+        assert line["ratio"] > 0 and ours > 0 and bare > ours  # so little text is all overhead
+        assert line["ratio_to_fast"] == pytest.approx(ours / fast, rel=0.1)
+    assert [line["num_workers"] for line in loads] == [0, 1]
+    for line in loads:
+        assert line["part"] == "load" and line["batch_size"] == 2 and line["max_len"] == 32
+        per_second = 2 * 32 / line["ms_per_batch"] * 1e3
+        assert line["tokens_per_second"] == pytest.approx(per_second, rel=0.05)
+
+
+def test_the_sides_of_data_make_the_same_tokens(tmp_path):
+    """What `tools.bench data` calls bare does the whole of the work that ours adds to."""
+    texts = data_corpus.texts(30)
+    (path,) = corpus.write_files(tmp_path, texts, 1)
+    tokenizer = corpus.load_tokenizer("bpe:300", texts)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    request = data_worker.Request("bare", (path,), str(tmp_path / "tokenizer.json"), 32, ())
+    for fast in (False, True):
+        ids = data_worker.bare_side(request, fast)()
+        assert ids == [own.tolist() for own in tokenizer.encode_batch(texts)]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads a process's peak memory in /proc")
+def test_memory_of_a_unit_is_its_own(tmp_path):
+    texts = {"some": data_corpus.texts(5), "more": [data_corpus.text(100_000)]}
+    corpus.load_tokenizer("bpe:300", texts["some"]).save(tmp_path / "tokenizer.json")
+    ballast = bytearray(b"x") * 300_000_000  # of this process, which starts the measured one
+    added = {
+        name: preparing.memory(
+            documents, tmp_path / name, str(tmp_path / "tokenizer.json"), max_len=32
+        )["added_mb"]
+        for name, documents in texts.items()
+    }
+    del ballast
+    assert 0 <= added["some"] < 20 < added["more"] < 200
+
+
+def test_waiting_in_a_training_loop(tmp_path):
+    source = data_corpus.write_source(tmp_path / "source")
+    prepare.prepare(data_corpus.settings(source, tmp_path / "data"), progress=False)
+    config = config_lib.default()
+    config.max_len, config.batch_size, config.num_steps = 32, 2, 100
+    config.model.num_layers, config.model.model_dim = 1, 32
+    config.model.feed_forward_dim, config.model.num_heads = 48, 4
+    config.optimizer.warmup_steps = 1
+    dataset = open_dataset(tmp_path / "data")
+    line = loading.waiting(dataset, config_lib.parse(config), num_workers=0, steps=3)
+    assert 0 < line["wait_ms_per_step"] < line["ms_per_step"]
+    share = line["wait_ms_per_step"] / line["ms_per_step"]
+    assert line["wait_share"] == pytest.approx(share, rel=0.1, abs=1e-4)
+    per_second = 2 * 32 / line["ms_per_step"] * 1e3
+    assert line["tokens_per_second"] == pytest.approx(per_second, rel=0.05)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the peer is not installed")

@@ -7,7 +7,7 @@ from absl import flags
 
 from deconstruct import entry
 
-BENCHMARKS = {"train": "tools.bench.train"}
+BENCHMARKS = {"train": "tools.bench.train", "data": "tools.bench.data"}
 
 
 def main() -> None:
