@@ -602,12 +602,12 @@ from deconstruct.data.dataset import open_dataset
 from deconstruct.data.mixture import alone
 
 if __name__ == "__main__":
-    data, workdir, output, steps = sys.argv[1:]
+    data, workdir, output, *cuts = sys.argv[1:]
     mixture = alone(open_dataset(data))
     found = {}
-    for step in map(int, steps.split(",")):
-        restored = checkpoint.restore_weights(workdir, step=step).metadata
-        for num_workers in (0, 2):
+    for num_workers, steps in zip((0, 2), cuts):
+        for step in map(int, steps.split(",")):
+            restored = checkpoint.restore_weights(workdir, step=step).metadata
             batches = loader.training_batches(
                 mixture, batch_size=4, seed=7, start_step=restored.step, num_workers=num_workers
             )
@@ -621,17 +621,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_the_next_batches_after_a_restore_are_the_unbroken_ones(tmp_path):
-    """D1: 20 after each of three steps, in a new process, with no workers and with two."""
+    """D1: 20 after each of the first 30 steps, in a new process; after three with two workers."""
     source = data_corpus.write_source(tmp_path / "source", documents=30)
     data = tmp_path / "data"
     prepare.prepare(data_corpus.settings(source, data, max_len=32), progress=False)
     batches = loader.training_batches(
         alone(open_dataset(data)), batch_size=4, seed=7, start_step=0, num_workers=0
     )
-    cuts, unbroken = (1, 13, 30), []
-    with checkpoint.Checkpointer(tmp_path / "run", make_identity(), keep_latest=3) as saver:
+    cuts, unbroken = {0: range(1, 31), 2: (1, 13, 30)}, []
+    with checkpoint.Checkpointer(tmp_path / "run", make_identity(), keep_latest=30) as saver:
         for number, batch in enumerate(itertools.islice(batches, 50)):
-            if number in cuts:
+            if number in cuts[0]:
                 saver.save(number, *make_trees(number), data_position=4 * number, tokens=0)
             unbroken.append(batch)
     batches.close()
@@ -639,7 +639,8 @@ def test_the_next_batches_after_a_restore_are_the_unbroken_ones(tmp_path):
     program.write_text(NEXT_BATCHES_PROGRAM)
     output = tmp_path / "found.npz"
     done = subprocess.run(
-        [sys.executable, program, data, tmp_path / "run", output, ",".join(map(str, cuts))],
+        [sys.executable, program, data, tmp_path / "run", output]
+        + [",".join(map(str, steps)) for steps in cuts.values()],
         env=devices.environment(1),
         capture_output=True,
         text=True,
@@ -648,8 +649,8 @@ def test_the_next_batches_after_a_restore_are_the_unbroken_ones(tmp_path):
     found = np.load(output)
     wanted = {
         f"{num_workers}/{cut}/{number}/{name}": array
-        for num_workers in (0, 2)
-        for cut in cuts
+        for num_workers, steps in cuts.items()
+        for cut in steps
         for number in range(cut, cut + 20)
         for name, array in unbroken[number]._asdict().items()
     }

@@ -1,15 +1,17 @@
 """The preflight: everything wrong in a source is found, counted and named; nothing is written."""
 
+import dataclasses
 import json
 
 import data_corpus
+import numpy as np
 import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
 from test_data_prepare import run_command, shards, times
 
-from deconstruct.data import check, prepare, report, sources
+from deconstruct.data import check, prepare, report, sources, units
 from deconstruct.data.dataset import open_dataset
 
 
@@ -181,6 +183,100 @@ def test_skipped_faults_are_counted_and_logged_once_a_file(tmp_path, caplog):
     rows = dataset.rows("train", range(dataset.num_rows("train")))
     assert sum(row.num_tokens for row in rows) == shard.document_tokens
     assert info.builder_config["skip_faults"] is True
+
+
+def test_what_is_left_of_broken_shards_is_taken_and_the_rest_counted(tmp_path, caplog):
+    """D3, tolerant: five broken shards beside a good one; each says once that it is not whole."""
+    source = tmp_path / "source"
+    source.mkdir()
+    good, texts = data_corpus.texts(30), data_corpus.texts(2000, seed=1)  # of several blocks
+    whole = zstandard.ZstdCompressor(write_checksum=True).compress(jsonl(texts))
+    flipped = bytearray(whole)
+    flipped[len(whole) * 3 // 4] ^= 0x40
+    broken = {
+        "checksum": whole[:-3],
+        "flipped": bytes(flipped),
+        "half": whole[: len(whole) // 2],
+        "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "zero": b"",
+    }
+    (source / "a.jsonl").write_bytes(jsonl(good))
+    for kind, data in broken.items():
+        (source / f"{kind}.jsonl.zst").write_bytes(data)
+    settings = data_corpus.settings(
+        source, tmp_path / "data", skip_faults=True, validation_share=0.0
+    )
+    info = prepare.prepare(settings, progress=False)
+    found = info.shards["train"]
+    assert [shard.cut_files for shard in found] == [0, 1, 1, 1, 1, 1]
+    assert sum(shard.bad_rows for shard in found) == 0 and len(caplog.records) == 5
+    documents = dict(zip(["a", *broken], [shard.documents for shard in found], strict=True))
+    assert 0 < documents["half"] < documents["checksum"] <= 2000
+    assert (documents["a"], documents["pointer"], documents["zero"]) == (30, 0, 0)
+    taken = [*good, *(text for kind in broken for text in texts[: documents[kind]])]
+    dataset = open_dataset(settings.output)
+    wanted = map(dataset.tokenizer.with_start, dataset.tokenizer.encode_batch(taken))
+    rows = dataset.rows("train", range(dataset.num_rows("train")))
+    ids = np.concatenate([row.ids[: row.num_tokens] for row in rows])
+    np.testing.assert_array_equal(ids, np.concatenate(list(wanted)))
+
+
+BAD_ROWS = [
+    b'{"text": "first good row"}',
+    b'{"text": null}',
+    b'{"meta": 1}',
+    b'{"text": ""}',
+    b'{"text": "   "}',
+    b'{"text": "a \xfb b"}',
+    b'{"text": "cut',
+    b'{"text": 7}',
+    '{"text": "line\u2028separator"}'.encode(),
+    b'{"text": "windows"}\r',
+    b'{"text": "last good row"}',
+]
+
+
+def test_bad_rows_are_skipped_by_kind_and_shift_nothing(tmp_path, monkeypatch):
+    """D4: exact counts, no segment of a boundary alone; stopped among them, it ends the same."""
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(BAD_ROWS))
+    settings = data_corpus.settings(
+        tmp_path / "a.jsonl",
+        tmp_path / "data",
+        tokenizer="bpe:257",
+        max_len=16,
+        skip_faults=True,
+        validation_share=0.0,
+    )
+    counting, seen = units._counting, []
+
+    def stopped(writer):
+        count = counting(writer)
+
+        def on_fault(*args):
+            count(*args)
+            seen.append(args)
+            if len(seen) == 3:
+                raise OSError("stopped among the bad rows")
+
+        return on_fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(units, "_counting", stopped)
+        with pytest.raises(ValueError, match="stopped among the bad rows"):
+            prepare.prepare(settings, progress=False)
+    (shard,) = prepare.prepare(settings, progress=False).shards["train"]
+    assert (shard.documents, shard.bad_rows, shard.empty_documents) == (4, 5, 2)
+    dataset = open_dataset(settings.output)
+    rows = dataset.rows("train", range(dataset.num_rows("train")))
+    texts = ["first good row", "line\u2028separator", "windows", "last good row"]
+    documents = [dataset.tokenizer.with_start(dataset.tokenizer.encode(text)) for text in texts]
+    ids = np.concatenate([row.ids[: row.num_tokens] for row in rows])
+    np.testing.assert_array_equal(ids, np.concatenate(documents))
+    starts = np.concatenate([17 * i + row.starts for i, row in enumerate(rows)])
+    np.testing.assert_array_equal(starts, np.cumsum([0, *map(len, documents[:-1])]))
+    again = dataclasses.replace(settings, output=str(tmp_path / "unbroken"))
+    prepare.prepare(again, progress=False)
+    assert shards(tmp_path / "unbroken") == shards(tmp_path / "data")
 
 
 def test_faults_that_are_not_to_be_skipped_stop(tmp_path):
