@@ -14,7 +14,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-OPTIONAL = {"apache_beam", "wandb"}  # imported only where a setting asks for it
+OPTIONAL = {
+    "apache_beam",
+    "datasets",
+    "lm_eval",
+    "wandb",
+}  # imported only where a setting asks for it
 
 
 def requirements(name: str) -> dict[str, Requirement]:

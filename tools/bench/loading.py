@@ -11,6 +11,7 @@ from deconstruct import config as config_lib
 from deconstruct import mixers, optim, setup, sharding, step
 from deconstruct.data import loader, packing
 from deconstruct.data.dataset import PreparedDataset
+from deconstruct.data.mixture import alone
 from tools.bench import compare
 
 WARM_UP = 8  # batches that are not counted: workers start, files open
@@ -20,7 +21,7 @@ def open_batches(dataset: PreparedDataset, batch_size: int, num_workers: int):
     """Training batches, from the first step on; close it."""
     return contextlib.closing(
         loader.training_batches(
-            dataset, batch_size=batch_size, seed=0, start_step=0, num_workers=num_workers
+            alone(dataset), batch_size=batch_size, seed=0, start_step=0, num_workers=num_workers
         )
     )
 
