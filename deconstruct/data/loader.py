@@ -196,6 +196,7 @@ def rows_asked(dataset: PreparedDataset, split: str, num_rows: int | None) -> in
         return there
     if not 1 <= num_rows <= there:
         raise ValueError(
-            f"{dataset.path}: split {split!r} has {there} rows, {num_rows} were asked for"
+            f"{dataset.path}: split {split!r} has {there} rows, {num_rows} were asked for; "
+            "data.validation_rows must be within them, or None for all"
         )
     return num_rows
