@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import pathlib
+import uuid
 from collections.abc import Iterator
 
 import jax
@@ -81,7 +82,7 @@ def open_workdir(workdir: str) -> Iterator[pathlib.Path]:
         raise ValueError(f"--workdir={workdir} lies inside a run; its run is {outer}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        probe = folder / f".writable.{uuid.uuid4().hex[:12]}"  # several hosts may probe at once
         probe.touch()
         probe.unlink()
     except OSError as error:

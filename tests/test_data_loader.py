@@ -363,6 +363,34 @@ def test_damaged_shard_is_named(dataset, tmp_path):
             batches(damaged, math.ceil(damaged.num_rows("train") / BATCH), num_workers=num_workers)
 
 
+OPEN_MANY = """
+import resource, sys
+from deconstruct.data.dataset import open_dataset
+
+path, soft, hard = sys.argv[1], *map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+dataset = open_dataset(path)
+try:
+    print(len(dataset.rows("train", range(dataset.num_rows("train")))))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """A full corpus has thousands; the soft limit of many systems is 1,024."""
+    for i in range(90):
+        data_corpus.write_jsonl(tmp_path / f"source/{i:02d}.jsonl", [f"{i} a b c"])
+    settings = data_corpus.settings(tmp_path / "source", tmp_path / "data", validation_share=0.0)
+    info = prepare.prepare(settings, progress=False)
+    for soft, hard, said in ((64, 4096, "90"), (64, 300, "keeps them all open, and this system")):
+        command = [sys.executable, "-c", OPEN_MANY, info.path, str(soft), str(hard)]
+        env = devices.environment(1)
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+
+
 @pytest.mark.parametrize("file", ["dataset_info.json", "features.json"])
 def test_damaged_tfds_metadata_is_named(dataset, tmp_path, file):
     copy = tmp_path / "copy"

@@ -5,12 +5,16 @@ import functools
 import itertools
 import os
 import pathlib
+import resource
 from collections.abc import Sequence
 
 import numpy as np
 
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.data import packing, prepared
+
+_MOST_OPEN_FILES = 1 << 20
+_OTHER_OPEN_FILES = 256  # of the process, beside shards
 
 
 class PreparedDataset:
@@ -101,6 +105,7 @@ class PreparedDataset:
         if split not in self._sources:
             import tensorflow_datasets as tfds
 
+            _allow_open_files(self.path, len(self.info.shards[split]))
             for file in prepared.TFDS_FILES:  # TFDS's own errors do not name the file
                 remedy = f"remove {prepared.INFO_FILE} beside it and run {prepared.COMMAND} again"
                 prepared.read_json(pathlib.Path(self.path, file), remedy)
@@ -124,6 +129,23 @@ def open_dataset(path: str | os.PathLike) -> PreparedDataset:
     dataset = PreparedDataset(prepared.read_info(path))
     dataset.check_vocabulary(dataset.vocab_size)
     return dataset
+
+
+def _allow_open_files(path: str, num_shards: int) -> None:
+    """Raises this process's limit of open files: rows in random order keep every shard open.
+
+    Raises:
+      ValueError: the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if num_shards + _OTHER_OPEN_FILES > most:
+        raise ValueError(
+            f"{path}: reading {num_shards} shards keeps them all open, and this system allows "
+            f"{most} open files a process; raise its hard limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def first_tokens(dataset: PreparedDataset, count: int) -> np.ndarray:

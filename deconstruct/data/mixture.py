@@ -1,9 +1,10 @@
 """What a run trains on: prepared sources with weights; a single source is a mixture of one.
 
 Sample n of a run is the next row of one of the sources. Which one is arithmetic on n and the
-weights alone, spread evenly: of any first n samples a source gives its share of n to within one row
-a source. Weights count rows, and rows hold equally many tokens but for padding. A source that has
-been read whole begins again, in a new order, so the weights hold to the end of the run.
+weights alone, spread evenly: of any first n samples a source gives its share of n, within as many
+rows as there are sources. Weights count rows, and rows hold equally many tokens but for padding. A
+source that has been read whole begins again, in a new order, so the weights hold to the end of the
+run.
 """
 
 import bisect
@@ -133,7 +134,7 @@ class Mixture:
             source.dataset.check_vocabulary(vocab_size)
 
     def check_batch(self, batch_size: int) -> None:
-        """Raises ValueError for a source of which one batch would hold a row twice."""
+        """Raises ValueError for a source with fewer rows than a batch takes of it on average."""
         for source in self.sources:
             rows = source.dataset.num_rows(TRAIN)
             if rows < math.ceil(batch_size * source.share):
@@ -197,4 +198,5 @@ def open_mixture(weights: Sequence[tuple[str, Fraction]]) -> Mixture:
 
 def alone(dataset: PreparedDataset) -> Mixture:
     """The mixture of one source."""
-    return Mixture([Source(os.path.basename(dataset.path), dataset, Fraction(1))])
+    name = os.path.basename(os.path.abspath(dataset.path))
+    return Mixture([Source(name, dataset, Fraction(1))])

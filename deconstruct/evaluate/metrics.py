@@ -1,7 +1,9 @@
 """From a value a document to a task's figure and its standard error, as lm-eval computes them."""
 
 import dataclasses
+import functools
 import math
+import operator
 import random
 from collections.abc import Callable, Sequence
 
@@ -25,7 +27,7 @@ class Metric:
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return _sum(values) / len(values)
 
 
 def mean_error(values: Sequence[float], iterations: int = BOOTSTRAP_ITERATIONS) -> float:
@@ -44,7 +46,7 @@ def perplexity_error(log_likelihoods: Sequence[float], iterations: int) -> float
 
     The resamples are those that `random.Random(i).choices` draws for the i-th thousand. The
     generator's state is handed to NumPy, whose Mersenne Twister gives the same numbers faster, and
-    sums run from the first value to the last, as Python's own did before 3.12.
+    sums run from the first value to the last, as `_sum` does.
     """
     values = np.array(log_likelihoods)
     perplexities: list[float] = []
@@ -76,14 +78,20 @@ BITS = Metric(bits)
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
     log_likelihoods, weights = zip(*pairs, strict=True)
-    return sum(log_likelihoods) / sum(weights)
+    return _sum(log_likelihoods) / _sum(weights)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """From the first to the last, as Python's `sum` before 3.12: figures must not depend on it."""
+    return functools.reduce(operator.add, values)
 
 
 def _deviation(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     center = mean(values)
-    return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1))
+    squares = [(value - center) ** 2 for value in values]
+    return math.sqrt(_sum(squares) / (len(values) - 1))
 
 
 def _exp(x: float) -> float:
