@@ -56,9 +56,8 @@ class Mixture:
     def __init__(self, sources: Sequence[Source]):
         assert sources and sum(source.share for source in sources) == 1, sources
         self.sources = tuple(sources)
-        # Of what the sources before it have left over, the part that each source takes.
-        left = [1 - sum(other.share for other in sources[:k]) for k in range(len(sources))]
-        self._parts = [source.share / of for source, of in zip(sources, left, strict=True)]
+        denominator = math.lcm(*(source.share.denominator for source in sources))
+        self._weights = [int(source.share * denominator) for source in sources]
 
     @property
     def max_len(self) -> int:
@@ -91,10 +90,11 @@ class Mixture:
 
     def counts(self, num_samples: int) -> list[int]:
         """How many of the first `num_samples` samples each source gives."""
-        counts, left = [], num_samples
-        for part in self._parts:
-            counts.append(math.ceil(left * part))
+        counts, left, weight_left = [], num_samples, sum(self._weights)
+        for weight in self._weights:  # each takes its part of what those before it have left over
+            counts.append(-(-left * weight // weight_left))
             left -= counts[-1]
+            weight_left -= weight
         return counts
 
     def locate(self, sample: int) -> Sample:
