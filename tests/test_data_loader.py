@@ -254,11 +254,7 @@ def test_validation_rows_in_order_with_a_padded_end(dataset):
     assert num_rows % 4
     rows = dataset.rows("validation", range(num_rows))
     seen = list(loader.validation_batches(dataset, batch_size=4))
-    assert (
-        len(seen)
-        == math.ceil(num_rows / 4)
-        == loader.num_validation_batches(dataset, split="validation", batch_size=4)
-    )
+    assert len(seen) == math.ceil(num_rows / 4)
     joined = packing.Batch(*(np.concatenate(parts) for parts in zip(*seen, strict=True)))
     assert_same([packing.Batch(*(x[:num_rows] for x in joined))], [packing.make_batch(rows)])
     assert joined.weights_BT[num_rows:].sum() == 0 and len(joined.weights_BT) % 4 == 0
@@ -327,7 +323,7 @@ def test_moved_data_and_changed_data(dataset, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(dataset.path, moved)
     copy = open_dataset(moved)
-    assert copy.fingerprint == dataset.fingerprint
+    assert copy.info.data_fingerprint == dataset.info.data_fingerprint
     assert_same(batches(copy, 3), batches(dataset, 3))
     content = json.loads((moved / prepared.INFO_FILE).read_text())
     content["builder_config"]["validation_share"] = 0.5

@@ -45,10 +45,6 @@ class PreparedDataset:
         return self.info.token_bytes
 
     @property
-    def fingerprint(self) -> str:
-        return self.info.data_fingerprint
-
-    @property
     def splits(self) -> tuple[str, ...]:
         return tuple(self.info.shards)
 

@@ -9,7 +9,6 @@ with another number of workers it would silently give other rows.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import grain
@@ -94,13 +93,6 @@ def validation_batches(
             yield packing.make_batch(rows + [padding] * (len(numbers) - len(rows)))
 
     return batches()
-
-
-def num_validation_batches(
-    dataset: PreparedDataset, *, split: str, batch_size: int, num_rows: int | None = None
-) -> int:
-    """How many batches `validation_batches` yields, on every host."""
-    return math.ceil(rows_asked(dataset, split, num_rows) / batch_size)
 
 
 def unigram_entropy(

@@ -72,10 +72,6 @@ class DeconstructLM(LM):
             )
         self.scorer = scorer
 
-    @property
-    def tokenizer_name(self) -> str:
-        return self.scorer.model.tokenizer.sha256
-
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return [tuple(a) for a in self._score([Pair(*r.args) for r in requests], disable_tqdm)]
 

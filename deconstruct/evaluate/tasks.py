@@ -172,11 +172,14 @@ def _hellaswag_context(document: Document) -> str:
     return _hellaswag_clean(f"{document['activity_label']}: {context}")
 
 
-def _entailment(premise: str, hypothesis: str) -> Callable[[Document], str]:
-    def context(document: Document) -> str:
-        return f"{document[premise]}\nQuestion: {document[hypothesis]} True or False?\nAnswer:"
-
-    return context
+def _entailment(dataset: str, sha256: str, premise: str, hypothesis: str) -> MultipleChoice:
+    """Recognising entailment, of fields that are called so."""
+    return MultipleChoice(
+        Source(dataset, "validation", 277, sha256, (premise, hypothesis, "label")),
+        context=lambda d: f"{d[premise]}\nQuestion: {d[hypothesis]} True or False?\nAnswer:",
+        choices=lambda d: ("True", "False"),
+        gold=lambda d: d["label"],
+    )
 
 
 _SPACED_PUNCTUATION = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."} | {
@@ -281,29 +284,17 @@ TASKS: dict[str, Task] = {
         gold=lambda d: 3,
         by_length=True,
     ),
-    "rte": MultipleChoice(
-        Source(
-            "nyu-mll/glue:rte",
-            "validation",
-            277,
-            "5b4a0fdcb50dcf2e16d91eda0a18934161f02de6e1769697b268f9b3d4387923",
-            ("sentence1", "sentence2", "label"),
-        ),
-        context=_entailment("sentence1", "sentence2"),
-        choices=lambda d: ("True", "False"),
-        gold=lambda d: d["label"],
+    "rte": _entailment(
+        "nyu-mll/glue:rte",
+        "5b4a0fdcb50dcf2e16d91eda0a18934161f02de6e1769697b268f9b3d4387923",
+        premise="sentence1",
+        hypothesis="sentence2",
     ),
-    "sglue_rte": MultipleChoice(
-        Source(
-            "aps/super_glue:rte",
-            "validation",
-            277,
-            "8fb373c9e9b06c67b4ef55655a3252b8d3ab1446464254cb6b0ffb6285073c26",
-            ("premise", "hypothesis", "label"),
-        ),
-        context=_entailment("premise", "hypothesis"),
-        choices=lambda d: ("True", "False"),
-        gold=lambda d: d["label"],
+    "sglue_rte": _entailment(
+        "aps/super_glue:rte",
+        "8fb373c9e9b06c67b4ef55655a3252b8d3ab1446464254cb6b0ffb6285073c26",
+        premise="premise",
+        hypothesis="hypothesis",
     ),
     "hellaswag": MultipleChoice(
         Source(
