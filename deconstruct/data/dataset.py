@@ -5,16 +5,12 @@ import functools
 import itertools
 import os
 import pathlib
-import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import packing, prepared
-
-_MOST_OPEN_FILES = 1 << 20
-_OTHER_OPEN_FILES = 256  # of the process, beside shards
+from deconstruct.data import packing, prepared, shards
 
 
 class PreparedDataset:
@@ -22,10 +18,9 @@ class PreparedDataset:
 
     def __init__(self, info: prepared.PreparedInfo):
         self.info = info
-        self._sources: dict[str, Sequence[dict]] = {}
 
     def __getstate__(self):
-        return {"info": self.info, "_sources": {}}  # each process opens its own files
+        return {"info": self.info}
 
     @property
     def path(self) -> str:
@@ -66,9 +61,18 @@ class PreparedDataset:
         """Rows by number, from 0 in the order of the source.
 
         Raises:
-          ValueError: a damaged record, or an id outside the vocabulary; names the shard.
+          ValueError: a shard that is damaged or cannot be read, or an id outside the vocabulary;
+            names the shard.
         """
-        return [self._row(split, number) for number in numbers]
+        rows: list[packing.Row | None] = [None] * len(numbers)
+        by_shard: dict[int, list[int]] = {}  # shard -> places in `numbers`
+        for place, number in enumerate(numbers):
+            by_shard.setdefault(bisect.bisect_right(self._ends[split], number), []).append(place)
+        for index, places in by_shard.items():
+            found = self._rows_of_shard(split, index, [numbers[place] for place in places])
+            for place, row in zip(places, found, strict=True):
+                rows[place] = row
+        return rows
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError, naming the shard, if a model of `vocab_size` cannot embed all ids."""
@@ -80,39 +84,32 @@ class PreparedDataset:
                     f"has {self.vocab_size} ids"
                 )
 
-    def _row(self, split: str, number: int) -> packing.Row:
-        source = self._source(split)
-        try:
-            record = source[number]
-        except (OSError, RuntimeError) as error:  # the latter is what ArrayRecord raises
+    def _rows_of_shard(self, split: str, index: int, numbers: list[int]) -> list[packing.Row]:
+        shard = self.info.shards[split][index]
+        first = self._ends[split][index] - shard.rows
+        path = pathlib.Path(self.path, shard.file)
+        records = shards.read_records(path, [int(number) - first for number in numbers])
+        rows = [self._parse(record) for record in records]
+        lowest = min(int(row.ids.min()) for row in rows)
+        highest = max(int(row.ids.max()) for row in rows)
+        if lowest < 0 or highest >= self.vocab_size:
             raise ValueError(
-                f"{pathlib.Path(self.path, self._shard_of(split, number))} is damaged "
-                f"({error}); remove it and run {prepared.COMMAND} again"
-            ) from error
-        ids = record["ids"]
-        if int(ids.max()) >= self.vocab_size or int(ids.min()) < 0:
-            raise ValueError(
-                f"{pathlib.Path(self.path, self._shard_of(split, number))} holds token ids from "
-                f"{ids.min()} to {ids.max()}, outside the vocabulary of {self.vocab_size}"
+                f"{path} holds token ids from {lowest} to {highest}, outside the vocabulary of "
+                f"{self.vocab_size}"
             )
-        return packing.Row(ids, record["starts"], int(record["num_tokens"]))
+        return rows
 
-    def _source(self, split: str) -> Sequence[dict]:
-        if split not in self._sources:
-            import tensorflow_datasets as tfds
+    @functools.cached_property
+    def _parse(self) -> Callable[[bytes], packing.Row]:
+        return prepared.parser(self.max_len, self.vocab_size)
 
-            _allow_open_files(self.path, len(self.info.shards[split]))
-            for file in prepared.TFDS_FILES:  # TFDS's own errors do not name the file
-                remedy = f"remove {prepared.INFO_FILE} beside it and run {prepared.COMMAND} again"
-                prepared.read_json(pathlib.Path(self.path, file), remedy)
-            builder = tfds.builder_from_directory(self.path)
-            self._sources[split] = builder.as_data_source(split)
-        return self._sources[split]
-
-    def _shard_of(self, split: str, number: int) -> str:
-        shards = self.info.shards[split]
-        ends = list(itertools.accumulate(shard.rows for shard in shards))
-        return shards[bisect.bisect_right(ends, number)].file
+    @functools.cached_property
+    def _ends(self) -> dict[str, list[int]]:
+        """Split -> for each shard, the number of rows up to its end."""
+        return {
+            split: list(itertools.accumulate(shard.rows for shard in own))
+            for split, own in self.info.shards.items()
+        }
 
 
 def open_dataset(path: str | os.PathLike) -> PreparedDataset:
@@ -125,23 +122,6 @@ def open_dataset(path: str | os.PathLike) -> PreparedDataset:
     dataset = PreparedDataset(prepared.read_info(path))
     dataset.check_vocabulary(dataset.vocab_size)
     return dataset
-
-
-def _allow_open_files(path: str, num_shards: int) -> None:
-    """Raises this process's limit of open files: rows in random order keep every shard open.
-
-    Raises:
-      ValueError: the system does not allow as many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
-    if num_shards + _OTHER_OPEN_FILES > most:
-        raise ValueError(
-            f"{path}: reading {num_shards} shards keeps them all open, and this system allows "
-            f"{most} open files a process; raise its hard limit (ulimit -Hn)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def first_tokens(dataset: PreparedDataset, count: int) -> np.ndarray:
