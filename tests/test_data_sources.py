@@ -4,6 +4,8 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import pathlib
+import threading
 
 import data_corpus
 import pyarrow
@@ -69,6 +71,34 @@ def test_hash_of_the_ends_of_files(tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=r"b.txt cannot be read"):
         sources.ends_sha256(listed)
+
+
+def test_many_files_are_looked_at_side_by_side(tmp_path, monkeypatch, capfd):
+    """A mounted bucket with 59,000 files would take an hour one after the other, and silently."""
+    for i in range(40):
+        (tmp_path / f"{i:02d}.txt").write_text(f"{i}")
+    meeting = threading.Barrier(8)
+    monkeypatch.setattr(sources, "_SAY_AFTER", 0)
+    expected = sources.ends_sha256(sources.list_files(str(tmp_path)))
+    assert capfd.readouterr().err == ""
+    with monkeypatch.context() as patch:
+        stat = pathlib.Path.stat
+        patch.setattr(pathlib.Path, "stat", lambda path: meeting.wait(20) + 1 and stat(path))
+        listed = sources._sorted_files(sorted(tmp_path.iterdir()), tmp_path, progress=True)
+        assert "listing the files: 100%" in capfd.readouterr().err
+    assert [file.name for file in listed] == [f"{i:02d}.txt" for i in range(40)]
+    with monkeypatch.context() as patch:
+        ends_of = sources._ends_of
+        patch.setattr(sources, "_ends_of", lambda file: meeting.wait(20) + 1 and ends_of(file))
+        assert sources.ends_sha256(listed, progress=True) == expected
+        assert "looking at the files: 100%" in capfd.readouterr().err
+
+
+def test_a_link_to_nothing_is_not_passed_over(tmp_path):
+    data_corpus.write_source(tmp_path)
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"gone.jsonl cannot be read"):
+        sources.list_files(str(tmp_path))
 
 
 def test_missing_source_is_told_from_a_wrong_one(tmp_path):

@@ -69,7 +69,7 @@ def run(
     Raises:
       ValueError: there is nothing to check, or no such set.
     """
-    files = sources.list_files(prepared.local_path(source, "source"))
+    files = sources.list_files(prepared.local_path(source, "source"), progress)
     choice = None if choice is None else sets.checked(choice)
     description = f"checking {len(files)} file(s)" if progress else None
     return pool.run(functools.partial(check_file, choice=choice), files, num_processes, description)

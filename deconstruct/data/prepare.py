@@ -114,12 +114,12 @@ def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.Pre
     output = pathlib.Path(settings.output)
     finished = _read_finished(output)
     try:
-        files = sources.list_files(settings.source)
+        files = sources.list_files(settings.source, progress)
     except sources.MissingSourceError as error:
         if finished is None:
             raise
         return _reuse_without_source(settings, finished, error)
-    config = builder_config(settings, files)
+    config = builder_config(settings, files, progress)
     if finished is not None:
         return _reuse(settings, finished, config)
     output_lib.refuse_foreign(output)
@@ -134,7 +134,7 @@ def prepare(settings: PrepareSettings, *, progress: bool = True) -> prepared.Pre
 
 
 def builder_config(
-    settings: PrepareSettings, files: Sequence[sources.SourceFile]
+    settings: PrepareSettings, files: Sequence[sources.SourceFile], progress: bool = False
 ) -> dict[str, Any]:
     """What the rows depend on; equal wherever source, tokenizer and output lie.
 
@@ -147,7 +147,7 @@ def builder_config(
         "source_files": len(files),
         "source_bytes": sum(file.num_bytes for file in files),
         "source_names_and_sizes_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-        "source_ends_sha256": sources.ends_sha256(files),
+        "source_ends_sha256": sources.ends_sha256(files, progress),
     }
 
 

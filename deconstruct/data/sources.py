@@ -7,6 +7,7 @@ by a hash of each, becomes `validation`: the choice depends on the document alon
 documents always fall to the same side.
 """
 
+import concurrent.futures
 import dataclasses
 import glob
 import hashlib
@@ -16,14 +17,18 @@ import pathlib
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import tqdm
 from absl import logging
 
 from deconstruct.data import readers
 
 SPLITS = ("train", "validation", "test")
 END_BYTES = 1 << 16  # of a file's start, and of its end, that `ends_sha256` reads
+_THREADS = 64  # a mounted bucket answers slowly, and many questions at once
+_SAY_AFTER = 2.0  # seconds until progress is shown
 SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet", ".txt")
 _SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\b")
 
@@ -56,8 +61,8 @@ class SourceFile:
     split: str | None = None
 
 
-def list_files(source: str) -> list[SourceFile]:
-    """The files of `source`, sorted by name.
+def list_files(source: str, progress: bool = False) -> list[SourceFile]:
+    """The files of `source`, sorted by name; `progress` is shown on stderr where it takes long.
 
     Raises:
       MissingSourceError: nothing there.
@@ -67,7 +72,7 @@ def list_files(source: str) -> list[SourceFile]:
         return [PACKAGED[source]()]
     path = pathlib.Path(source)
     if path.is_dir():
-        return _list_folder(path)
+        return _list_folder(path, progress)
     if path.is_file():
         matches, root = [path], path.parent
     else:
@@ -82,7 +87,7 @@ def list_files(source: str) -> list[SourceFile]:
     for match in matches:
         if _suffix(match) is None:
             raise ValueError(f"{match}: only {', '.join(SUFFIXES)} can be read")
-    return _sorted_files(matches, root, None)
+    return _sorted_files(matches, root, progress)
 
 
 def name_of(source: str) -> str:
@@ -95,7 +100,7 @@ def version_of(source: str) -> str | None:
     return platform.python_version() if source == "python_docs" else None
 
 
-def ends_sha256(files: Sequence[SourceFile]) -> str:
+def ends_sha256(files: Sequence[SourceFile], progress: bool = False) -> str:
     """A hash of the first and the last END_BYTES of each file, in hexadecimal.
 
     It takes two short reads per file, however large, and so misses an edit that keeps the size of a
@@ -105,18 +110,38 @@ def ends_sha256(files: Sequence[SourceFile]) -> str:
     Raises:
       ValueError: a file cannot be read.
     """
+    read = [file for file in files if not os.path.isdir(file.path)]
     digest = hashlib.sha256()
-    for file in files:
-        if os.path.isdir(file.path):
-            continue
-        try:
-            with open(file.path, "rb", buffering=0) as opened:
-                digest.update(hashlib.sha256(opened.read(END_BYTES)).digest())
-                opened.seek(max(file.num_bytes - END_BYTES, 0))
-                digest.update(hashlib.sha256(opened.read(END_BYTES)).digest())
-        except OSError as error:
-            raise ValueError(f"{file.path} cannot be read ({error})") from error
+    for ends in _of_all(_ends_of, read, "looking at the files" if progress else None):
+        digest.update(ends)
     return digest.hexdigest()
+
+
+def _ends_of(file: SourceFile) -> bytes:
+    """The hashes of the first and of the last END_BYTES of a file, one after the other."""
+    try:
+        with open(file.path, "rb", buffering=0) as opened:
+            first = last = opened.read(END_BYTES)
+            if file.num_bytes > END_BYTES:
+                opened.seek(file.num_bytes - END_BYTES)
+                last = opened.read(END_BYTES)
+    except OSError as error:
+        raise ValueError(f"{file.path} cannot be read ({error})") from error
+    return hashlib.sha256(first).digest() + hashlib.sha256(last).digest()
+
+
+def _of_all(
+    function: Callable[[Any], Any], items: Sequence[Any], description: str | None
+) -> list[Any]:
+    """`function` of each item, in their order, by threads, which wait for the disk side by side."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            results = pool.map(function, items)
+            bar = {"total": len(items), "desc": description, "unit": " files"}
+            return list(tqdm.tqdm(results, **bar, delay=_SAY_AFTER, disable=description is None))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def read_documents(
@@ -144,13 +169,11 @@ def file_splits(file: SourceFile, validation_share: float) -> tuple[str, ...]:
     return ("train", "validation") if validation_share > 0 else ("train",)
 
 
-def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
+def _list_folder(folder: pathlib.Path, progress: bool) -> list[SourceFile]:
+    found = []
+    for place, folders, names in os.walk(folder):  # asks no file for its kind one by one
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [pathlib.Path(place, name) for name in names if not name.startswith(".")]
     readable = [path for path in found if _suffix(path) is not None]
     if not readable:
         message = f"source {folder}: it holds no {', '.join(SUFFIXES)} file"
@@ -173,7 +196,7 @@ def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
         }
         kind, places = "files named by split", [f"{split}-..." for split in SPLITS]
     else:
-        return _sorted_files(readable, folder, None)
+        return _sorted_files(readable, folder, progress)
     outside = set(readable).difference(*by_split.values())
     if outside:
         raise ValueError(
@@ -186,7 +209,7 @@ def _list_folder(folder: pathlib.Path) -> list[SourceFile]:
         file
         for split, paths in by_split.items()
         for file in _sorted_files(
-            paths, folder, None if split == "train" and not has_validation else split
+            paths, folder, progress, None if split == "train" and not has_validation else split
         )
     ]
 
@@ -197,18 +220,22 @@ def _split_in_name(path: pathlib.Path) -> str | None:
 
 
 def _sorted_files(
-    paths: Sequence[pathlib.Path], root: pathlib.Path, split: str | None
+    paths: Sequence[pathlib.Path], root: pathlib.Path, progress: bool, split: str | None = None
 ) -> list[SourceFile]:
-    files = [
-        SourceFile(
+    def source_file(path: pathlib.Path) -> SourceFile:
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error})") from error
+        return SourceFile(
             path=str(path),
             name=path.relative_to(root).as_posix(),
             format=_suffix(path),
-            num_bytes=path.stat().st_size,
+            num_bytes=num_bytes,
             split=split,
         )
-        for path in paths
-    ]
+
+    files = _of_all(source_file, paths, "listing the files" if progress else None)
     return sorted(files, key=lambda file: file.name)
 
 
