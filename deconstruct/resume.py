@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from deconstruct import checkpoint, layouts, step
 from deconstruct import config as config_lib
 from deconstruct.setup import Run
+from deconstruct.spec import ModelSpec
 from deconstruct.step import TrainState
 
 # Config keys whose change cannot move a loss beyond rounding: where and how the run computes, what
@@ -104,14 +105,16 @@ def _map_params(function, tree):
 
 def stored_form(program: step.Program, state: TrainState):
     """(weights, optimizer) as checkpoints hold them: always per layer."""
-    unstack = functools.partial(layouts.unstack_layers, program.spec)
     weights = {"params": state.params, "fixed": state.fixed}
     optimizer = {"state": state.opt_state, "skipped": state.skipped}
     if not program.scan_layers:
         return weights, optimizer
+    return _unstack(program.spec, weights), _unstack(program.spec, optimizer)
 
-    convert = jax.jit(lambda tree: _map_params(unstack, tree))
-    return convert(weights), convert(optimizer)
+
+@functools.partial(jax.jit, static_argnums=0)  # compiled for the first save alone
+def _unstack(spec: ModelSpec, tree):
+    return _map_params(functools.partial(layouts.unstack_layers, spec), tree)
 
 
 def _memory_form(program: step.Program, found: checkpoint.Restored, mesh) -> TrainState:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -55,7 +56,9 @@ def train(config: Config, workdir: str, allow_change: Sequence[str] = ()) -> Non
         devices = choose_devices(config.compute.platform)
         with open_workdir(workdir) as folder:
             run = set_up(config, folder, devices)
-            conclude(run, _train(run, allow_change, stop))
+            state = _train(run, allow_change, stop)
+            stop.release("stopped by {signal} after the last step, which is saved")
+            conclude(run, state)
 
 
 def _train(run: Run, allow_change: Sequence[str], stop: Stop) -> TrainState:
@@ -126,12 +129,6 @@ class Loop:
         )
         self.pending: tuple[int, dict] | None = None
         self.layer_grad_norm: np.ndarray | None = None
-        with jax.set_mesh(run.mesh):
-            self.validate_rows = jax.jit(
-                functools.partial(step.validation_step, run.program),
-                out_shardings=sharding.replicated(run.mesh),
-            )
-            self.diagnose = jax.jit(functools.partial(step.diagnose, run.program))
 
     def run(self, state: TrainState) -> TrainState:
         """The state after num_steps."""
@@ -142,9 +139,7 @@ class Loop:
             print(f"all {last} steps are done; nothing is left to train")
             return state
         self.describe(state)
-        batch_shape = step.abstract_batch(self.spec, self.config.batch_size, self.setup.mesh)
-        print("compiling the train step ...")
-        train_step = step.compile_train_step(self.setup.program, self.setup.mesh, batch_shape)
+        train_step = self.compile()
         with (
             contextlib.closing(self.batches(first)) as batches,
             contextlib.closing(metrics.Progress(last, first)) as self.progress,
@@ -152,21 +147,53 @@ class Loop:
             self.make_up_validation(first, state)
             self.clock.start()
             for number in range(first + 1, last + 1):
-                batch = sharding.place_batch(next(batches), self.setup.mesh)
+                rows = next(batches, None)
+                if rows is None:  # a signal came while they were waited for
+                    self.end(number - 1, state)
+                batch = sharding.place_batch(rows, self.setup.mesh)
                 self.stop.hold()
                 state, fetched_later = train_step(state, batch)
                 self.catch_up()
                 self.pending = (number, fetched_later)
                 saved = self.act(number, state, batch)
                 if saved and self.stop.asked:
-                    self.saved.wait()
-                    raise ValueError(
-                        f"stopped by {self.stop.asked} after step {number}, which is saved: run "
-                        "the same command again to go on"
-                    )
+                    self.end(number, state)
             share = self.clock.goodput()
             self.progress.say(f"goodput {share:.0%}: the time's share of steps after the first")
         return state
+
+    def compile(self):
+        """The train step; what else a run needs, too, for a stop could not break it off later."""
+        print("compiling the train step ...")
+        run, log = self.setup, self.config.log
+        batch = step.abstract_batch(self.spec, self.config.batch_size, run.mesh)
+        train_step = step.compile_train_step(run.program, run.mesh, batch)
+        if run.data.held_out(self.config.data.validation):
+            _ = self.validate_rows
+        if log.diagnose_every is not None:
+            _ = self.diagnose
+        return train_step
+
+    @functools.cached_property
+    def validate_rows(self):
+        rows = held_out_rows(self.config)
+        return step.compile_look(step.validation_step, self.setup.program, self.setup.mesh, rows)
+
+    @functools.cached_property
+    def diagnose(self):
+        rows = self.config.batch_size
+        return step.compile_look(step.diagnose, self.setup.program, self.setup.mesh, rows)
+
+    def end(self, number: int, state: TrainState) -> NoReturn:
+        """Ends a run that a signal asks to stop once its newest step, `number`, is saved."""
+        self.catch_up()
+        if self.saved.latest_step != number:
+            self.save(number, state, None)
+        self.saved.wait()
+        raise ValueError(
+            f"stopped by {self.stop.asked} after step {number}, which is saved: run the same "
+            "command again to go on"
+        )
 
     def batches(self, start_step: int):
         return loader.training_batches(
@@ -175,6 +202,7 @@ class Loop:
             seed=self.config.seed,
             start_step=start_step,
             num_workers=self.config.data.num_workers,
+            stopped=lambda: self.stop.asked is not None,
             **self.rows,
         )
 
@@ -234,16 +262,19 @@ class Loop:
                 loss = self.validate(number, state)
             save = save or self.stop.asked  # asked once: a signal may come at any moment
             if save:
-                weights, optimizer = stored_form(self.setup.program, state)
-                self.saved.save(
-                    number,
-                    weights,
-                    optimizer,
-                    data_position=number * self.config.batch_size,
-                    tokens=self.tokens,
-                    validation_loss=loss,
-                )
+                self.save(number, state, loss)
         return save
+
+    def save(self, number: int, state: TrainState, validation_loss: float | None) -> None:
+        weights, optimizer = stored_form(self.setup.program, state)
+        self.saved.save(
+            number,
+            weights,
+            optimizer,
+            data_position=number * self.config.batch_size,
+            tokens=self.tokens,
+            validation_loss=validation_loss,
+        )
 
     def catch_up(self) -> None:
         """Fetches and reports the step whose metrics are still on the device."""
@@ -355,13 +386,17 @@ class Loop:
         self.writer.write("diagnostics", number, by_layer)
 
 
+def held_out_rows(config: Config) -> int:
+    """Rows of a validation batch: a micro-batch, which fits wherever a training step does."""
+    return config.batch_size // config.compute.micro_batches
+
+
 def validation_loss(
     run: Run, validate_rows, state: TrainState, held_out: HeldOut, rows, stop: Stop
 ) -> tuple[float, float] | None:
     """(mean nats per token, bits per byte) of a held-out set's fixed rows, summed in float64.
 
-    A micro-batch of rows at a time, which fits wherever a training step does. None if the run is to
-    stop.
+    None if the run is to stop.
     """
     nll_sum = weight_sum = bytes_sum = 0.0
     token_bytes = np.zeros(run.spec.vocab_size, np.int64)
@@ -369,7 +404,7 @@ def validation_loss(
     for batch in loader.validation_batches(
         held_out.dataset,
         split=held_out.split,
-        batch_size=run.config.batch_size // run.config.compute.micro_batches,
+        batch_size=held_out_rows(run.config),
         num_rows=run.config.data.validation_rows,
         **rows,
     ):

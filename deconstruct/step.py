@@ -299,6 +299,15 @@ def compile_train_step(program: Program, mesh: Mesh, abstract_batch: Batch):
     return lower_train_step(program, mesh, abstract_batch).compile()
 
 
+def compile_look(look: Callable, program: Program, mesh: Mesh, batch_size: int):
+    """`validation_step` or `diagnose` compiled ahead of time: (params, fixed, batch) -> results."""
+    state = abstract_state(program, mesh)
+    compiled = jax.jit(functools.partial(look, program), out_shardings=sharding.replicated(mesh))
+    with jax.set_mesh(mesh):
+        batch = abstract_batch(program.spec, batch_size, mesh)
+        return compiled.lower(state.params, state.fixed, batch).compile()
+
+
 def lower_train_step(program: Program, mesh: Mesh, abstract_batch: Batch):
     """`train_step` lowered for the mesh, which need not be of devices that are here."""
     state = abstract_state(program, mesh)

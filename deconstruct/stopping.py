@@ -18,7 +18,8 @@ class Stop:
     Until `hold` is called they end the process at once, with one line and status 1: there is
     nothing new to save, and a compilation may outlast the time that a scheduler grants. From then
     on they only set `asked` to the signal's name, for the run to save and end; a second Ctrl-C is
-    then a KeyboardInterrupt, for those who do not want to wait for that.
+    then a KeyboardInterrupt, for those who do not want to wait for that. After `release` they end
+    the process at once again.
 
     Outside the main thread no handler can be set, and the signals do what they did before.
 
@@ -35,6 +36,16 @@ class Stop:
     def hold(self) -> None:
         """There is something to save from now on."""
         self._held = True
+
+    def release(self, what: str) -> None:
+        """All is saved: from now on a signal ends the process at once, and `what` is said.
+
+        Raises:
+          ValueError: `what`, where a signal has come already.
+        """
+        self._line, self._held = f"error: {what}", False
+        if self.asked:
+            raise ValueError(what.format(signal=self.asked))
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
@@ -68,7 +79,7 @@ class Stop:
             if number[0] in SIGNALS and not self._held:
                 try:
                     line = self._line.format(signal=signal.Signals(number[0]).name)
-                    print(line, file=sys.stderr, flush=True)
+                    os.write(2, f"{line}\n".encode())  # takes no lock that the main thread may hold
                     sys.stdout.flush()
                 finally:
                     os._exit(1)

@@ -3,20 +3,22 @@
 import functools
 import hashlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import devices
 import pytest
 import test_train
 import tiny_run
 
-from deconstruct import checkpoint, run, stopping
+from deconstruct import checkpoint, run, step, stopping
 from deconstruct.checkpoint import manager
-from deconstruct.data import loader
+from deconstruct.data import loader, read_ahead
 
 AT_ONCE = "error: stopped by SIGTERM before a new step was done"
 
@@ -52,6 +54,31 @@ def terminated(function):
     return wrapped
 
 
+def blocked_and_terminated(tmp_path, config_file, moment, *flags):
+    """What is said by a command that gets SIGTERM where C code never comes back at `moment`."""
+    program = tmp_path / "blocked.py"
+    program.write_text(BLOCKED_PROGRAM.format(name=moment))
+    flags = tiny_run.command(config_file, tmp_path / "run", *flags)[3:]
+    with subprocess.Popen(
+        [sys.executable, program, *flags],
+        cwd=tiny_run.ROOT,
+        env=devices.environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while process.stdout.readline() not in ("here\n", ""):
+            pass
+        process.terminate()
+        try:
+            _, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 1
+    return errors
+
+
 def files(folder):
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
@@ -79,27 +106,8 @@ def test_before_a_new_step_the_run_ends_at_once(tmp_path, config_file, moment, r
     if resumed:
         run.train(load_config(config_file, num_steps=4), str(workdir))
     before = files(workdir / "checkpoints")
-    program = tmp_path / "blocked.py"
-    program.write_text(BLOCKED_PROGRAM.format(name=moment))
-    flags = tiny_run.command(config_file, workdir, "--config.data.validation_rows=16")[3:]
-    with subprocess.Popen(
-        [sys.executable, program, *flags],
-        cwd=tiny_run.ROOT,
-        env=devices.environment(1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        while process.stdout.readline() not in ("here\n", ""):
-            pass
-        process.terminate()
-        try:
-            _, errors = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    assert process.returncode == 1
-    (line,) = errors.splitlines()
+    rows = "--config.data.validation_rows=16"
+    (line,) = blocked_and_terminated(tmp_path, config_file, moment, rows).splitlines()
     assert line.startswith(AT_ONCE) and "run the same command again" in line
     assert files(workdir / "checkpoints") == before
     assert tiny_run.last_step(workdir) == (4 if resumed else 0)
@@ -197,10 +205,63 @@ def test_a_stop_whose_save_fails_never_says_that_it_was_saved(config_file, tmp_p
     assert "saved" not in str(found.value)
 
 
-def test_after_the_last_save_the_run_ends_as_it_would(config_file, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_while_data_is_waited_for_the_step_before_is_saved(
+    config_file, unbroken, tmp_path, monkeypatch, num_workers
+):
+    """Of a disk that does not answer: no new step comes after which the run could look."""
+    workdir = tmp_path / "run"
+
+    class Silent(queue.Queue):
+        def get(self, block=True, timeout=None):
+            if not block or tiny_run.last_step(workdir) < 5:
+                return super().get(block, timeout)
+            terminate_self()
+            raise queue.Empty
+
+    config = load_config(config_file, checkpoint_every=100, data__num_workers=num_workers)
+    with monkeypatch.context() as patch:
+        patch.setattr(read_ahead, "queue", types.SimpleNamespace(Queue=Silent, Empty=queue.Empty))
+        with pytest.raises(ValueError, match=r"stopped by SIGTERM after step \d, which is saved"):
+            run.train(config, str(workdir))
+    assert checkpoint.stored_steps(workdir / "checkpoints") == [tiny_run.last_step(workdir)]
+    run.train(load_config(config_file), str(workdir))
+    assert tiny_run.facts(workdir) == tiny_run.facts(unbroken)
+
+
+def test_nothing_that_takes_long_is_compiled_once_there_is_something_to_lose(
+    config_file, tmp_path, monkeypatch
+):
+    """A compilation cannot be broken off, and may outlast the time that a scheduler grants."""
+    order = []
+
+    def noted(function):
+        def wrapped(*args):
+            order.append(args[0] if args[0] in (step.validation_step, step.diagnose) else "hold")
+            return function(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(step, "compile_look", noted(step.compile_look))
+    monkeypatch.setattr(stopping.Stop, "hold", noted(stopping.Stop.hold))
+    config = load_config(config_file, num_steps=4, log__diagnose_every=4)
+    run.train(config, str(tmp_path / "run"))
+    assert order == [step.validation_step, step.diagnose, *["hold"] * 4]
+
+
+@pytest.mark.slow
+def test_after_the_last_step_the_run_ends_at_once(config_file, tmp_path):
+    errors = blocked_and_terminated(tmp_path, config_file, "run.conclude", "--config.num_steps=4")
+    line = "error: stopped by SIGTERM after the last step, which is saved"
+    assert errors.splitlines()[-1] == line
+    assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 4
+
+
+def test_a_signal_in_the_last_save_is_heeded_after_it(config_file, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.Checkpointer, "close", terminated(checkpoint.Checkpointer.close))
-    run.train(load_config(config_file, num_steps=1), str(tmp_path / "run"))
-    assert "done: step 1" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="stopped by SIGTERM after the last step, which is saved"):
+        run.train(load_config(config_file, num_steps=1), str(tmp_path / "run"))
+    assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 1
 
 
 def test_the_handler_before_comes_back_and_other_threads_set_none():

@@ -9,7 +9,7 @@ with another number of workers it would silently give other rows.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grain
 import numpy as np
@@ -31,8 +31,11 @@ def training_batches(
     num_workers: int,
     process_index: int = 0,
     process_count: int = 1,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[packing.Batch]:
-    """The batches of steps start_step, start_step + 1, ... without end; close() stops the workers.
+    """The batches of steps start_step, start_step + 1, ...; close() stops the workers.
+
+    They have no end, but for one that is still waited for when `stopped`.
 
     Args:
       mixture: what to read; the training splits of its sources.
@@ -42,6 +45,7 @@ def training_batches(
       num_workers: processes that read ahead; 0 reads ahead in a thread.
       process_index: which contiguous share of each batch this host takes.
       process_count: in how many shares the batch is cut.
+      stopped: whether nobody wants a further batch; asked while one is waited for.
 
     Raises:
       ValueError: fewer rows than a batch takes, a batch that hosts cannot share, a seed out of
@@ -65,7 +69,7 @@ def training_batches(
         )
     )
     where = ", ".join(source.dataset.path for source in mixture.sources)
-    return _iterate(pipeline, num_workers, where, start_step)
+    return _iterate(pipeline, num_workers, where, start_step, stopped)
 
 
 def validation_batches(
@@ -158,11 +162,18 @@ def _order(num_rows: int, seed: int, place: int) -> grain.MapDataset:
 
 
 def _iterate(
-    pipeline: grain.IterDataset, num_workers: int, path: str, start_step: int
+    pipeline: grain.IterDataset,
+    num_workers: int,
+    path: str,
+    start_step: int,
+    stopped: Callable[[], bool],
 ) -> Iterator[packing.Batch]:
     with read_ahead.ReadAhead(pipeline, num_workers=num_workers, path=path) as batches:
         for step in itertools.count(start_step + 1):
-            yield batches.next(step)
+            batch = batches.next(step, stopped)
+            if batch is None:
+                return
+            yield batch
 
 
 def _begin_worker(worker_index: int, worker_count: int) -> None:

@@ -5,10 +5,12 @@ ends a thread inside such a read. So the thread that reads is one that may be le
 waits for it looks at the time.
 """
 
+import contextlib
 import multiprocessing
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import grain
 import numpy as np
@@ -18,6 +20,7 @@ from deconstruct.data import packing, workers
 
 SAY_AFTER = 60.0  # seconds without a batch until a warning says what is waited for
 GIVE_UP_AFTER = 600.0  # seconds without a batch until the run ends
+LOOK_EVERY = 0.2  # seconds between looks at whether it is still to be waited
 CLOSE_WITHIN = 10.0  # seconds in which workers may end by themselves
 _WORKER_NAME = "grain-process-prefetch"  # as Grain calls its processes
 _KILLED = "Worker process was terminated unexpectedly"  # as Grain says it
@@ -53,35 +56,39 @@ class ReadAhead:
             self._kill_workers()
             self._thread.join(1)
 
-    def next(self, step: int) -> packing.Batch:
-        """The next batch, which messages call that of `step`.
+    def next(self, step: int, stopped: Callable[[], bool]) -> packing.Batch | None:
+        """The next batch, which messages call that of `step`; None once `stopped` while waiting.
 
         Raises:
           ValueError: it did not come within GIVE_UP_AFTER seconds, a worker was killed, or what
             reading raised.
         """
-        begin = time.monotonic()
-        try:
-            found = self._ready.get(timeout=SAY_AFTER)
-        except queue.Empty:
-            missing = f"the batch of step {step} has not come"
-            logging.warning(
-                "%s for %.0f s: waiting for %s; this run ends if it takes %.0f s",
-                missing,
-                SAY_AFTER,
-                self._stage(),
-                GIVE_UP_AFTER,
-            )
-            try:
-                found = self._ready.get(timeout=max(0, begin + GIVE_UP_AFTER - time.monotonic()))
-            except queue.Empty:
+        begin, said = time.monotonic(), False
+        missing = f"the batch of step {step} has not come"
+        while True:
+            with contextlib.suppress(queue.Empty):
+                found = self._ready.get(timeout=LOOK_EVERY)
+                break
+            if stopped():
+                return None
+            waited = time.monotonic() - begin
+            if waited > GIVE_UP_AFTER:
                 stage = self._stage()
                 self._kill_workers()
                 self._patience = 1.0
                 raise ValueError(
                     f"{missing} for {GIVE_UP_AFTER:.0f} s: waited for {stage}; see that its disk "
                     "answers and run the same command again to go on"
-                ) from None
+                )
+            if waited > SAY_AFTER and not said:
+                said = True
+                logging.warning(
+                    "%s for %.0f s: waiting for %s; this run ends if it takes %.0f s",
+                    missing,
+                    SAY_AFTER,
+                    self._stage(),
+                    GIVE_UP_AFTER,
+                )
         if isinstance(found, Exception):
             raise found
         return found
