@@ -2,9 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
-import logging
-import os
 import pathlib
 import uuid
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from deconstruct import decoder, mixers, optim, sharding, step
+from deconstruct import decoder, lock, mixers, optim, sharding, step
 from deconstruct.config import Config
 from deconstruct.data import loader, prepare
 from deconstruct.data.dataset import first_tokens
@@ -23,7 +20,6 @@ from deconstruct.data.mixture import Mixture, open_mixture
 from deconstruct.spec import ModelSpec
 
 CONFIG_FILE, SPEC_FILE = "config.json", "spec.json"
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,33 +83,13 @@ def open_workdir(workdir: str) -> Iterator[pathlib.Path]:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"--workdir={workdir} cannot be written: {error}") from error
-    with _held(folder):
-        yield folder
-
-
-@contextlib.contextmanager
-def _held(folder: pathlib.Path) -> Iterator[None]:
-    """Refuses a second trainer, which would delete the unfinished save of the first.
-
-    The kernel lets go of a lock when its process ends, however hard. On some network disks only
-    trainers of one machine see each other's.
-    """
     if jax.process_index() != 0:
-        yield
+        yield folder
         return
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another run writes to --workdir={folder}: wait for its end, or give another"
-            ) from error
-        except OSError as error:
-            _log.warning("%s cannot be locked (%s): never start two runs in it", folder, error)
-        yield
-    finally:
-        os.close(lock)
+    busy = f"another run writes to --workdir={folder}: wait for its end, or give another"
+    # A second trainer would delete the unfinished save of the first.
+    with lock.held(folder / ".lock", busy=busy, wait=False):
+        yield folder
 
 
 def _is_run(folder: pathlib.Path) -> bool:

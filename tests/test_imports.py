@@ -18,6 +18,7 @@ EDGES = {
     "sharding": set(),
     "host_memory": set(),
     "stopping": set(),
+    "lock": set(),
     "layers": {"spec", "sharding"},
     "kernels": {"sharding", "spec"},
     "mixers": {"spec", "layers", "kernels", "sharding"},
@@ -27,7 +28,7 @@ EDGES = {
     "paper": {"config", "spec"},
     "objective": {"sharding"},
     "optim": {"config"},
-    "data": {"tokenizer", "entry", "stopping"},
+    "data": {"tokenizer", "entry", "lock", "stopping"},
     "checkpoint": set(),
     "metrics": set(),
     "step": {
@@ -40,9 +41,10 @@ EDGES = {
     },
     "generate": {"decoder", "entry", "trained"},
     "setup": {
-        "checkpoint", "config", "data", "decoder", "mixers", "optim", "sharding", "spec", "step",
+        "checkpoint", "config", "data", "decoder", "lock", "mixers", "optim", "sharding", "spec",
+        "step",
     },
-    "resume": {"checkpoint", "config", "layouts", "setup", "step"},
+    "resume": {"checkpoint", "config", "layouts", "setup", "spec", "step"},
     "conclusion": {"checkpoint", "data", "generate", "metrics", "setup", "step"},
     "run": {
         "checkpoint", "conclusion", "config", "data", "flops", "metrics", "objective", "resume",

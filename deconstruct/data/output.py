@@ -1,12 +1,14 @@
 """The output directory while it is written: whose it is, and what it is made with."""
 
 import contextlib
-import fcntl
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deconstruct import lock
 from deconstruct.data import prepared
+
+_LOCK_FILE = ".lock"
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -40,7 +42,7 @@ def refuse_foreign(output: pathlib.Path) -> None:
     """Refuses a directory with files in it that no preparation put there, before touching it."""
     if not output.is_dir() or (output / prepared.SETTINGS_FILE).is_file():
         return
-    own = {prepared.UNITS_FOLDER, ".lock"}
+    own = {prepared.UNITS_FOLDER, _LOCK_FILE}
     own |= {path.name for path in output.glob(f"{prepared.SETTINGS_FILE}.*.partial")}
     foreign = {path.name for path in output.iterdir()} - own
     if foreign:
@@ -54,17 +56,17 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
     """Holds the output directory for this process; waits while another one does."""
     try:
         (output / prepared.UNITS_FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = open(output / ".lock", "w")  # noqa: SIM115 (closing it is what unlocks)
+        (output / _LOCK_FILE).touch()
     except OSError as error:
         raise ValueError(f"output {output} cannot be written ({error})") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+    busy = f"another process prepares {output}: waiting for its end"
+    try:
+        with lock.held(output / _LOCK_FILE, busy=busy, wait=True):
             yield
-        except OSError as error:  # a full disk, most often
-            raise ValueError(
-                f"preparing {output} stopped ({error}); run the same command again to go on"
-            ) from error
+    except OSError as error:  # a full disk, most often
+        raise ValueError(
+            f"preparing {output} stopped ({error}); run the same command again to go on"
+        ) from error
 
 
 def claim(output: pathlib.Path, config: Mapping[str, Any]) -> None:
