@@ -327,6 +327,15 @@ class TestTornSteps:
             saver.save(30, weights, optimizer, data_position=240, tokens=3000)
         assert (run / "checkpoints" / "30.refused-2").is_dir()
 
+    def test_refused_steps_alone_are_no_reason_to_begin_anew(self, run):
+        """As when somebody removed the others: training would write over what can be mended."""
+        for step in checkpoint.stored_steps(run / "checkpoints"):
+            (run / f"checkpoints/{step}").rename(run / f"checkpoints/{step}.refused")
+        with pytest.raises(
+            ValueError, match=r"none of them loads.*30\.refused: is not a step's na"
+        ):
+            restore(run)
+
     def test_running_out_of_memory_is_not_taken_for_a_torn_step(self, run, monkeypatch):
         def exhausted(*_, **__):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

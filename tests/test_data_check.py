@@ -1,7 +1,10 @@
 """The preflight: everything wrong in a source is found, counted and named; nothing is written."""
 
+import bz2
 import dataclasses
+import io
 import json
+import lzma
 
 import data_corpus
 import numpy as np
@@ -28,6 +31,12 @@ def faults(folder, **arguments):
     }
 
 
+def parquet_bytes(columns):
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns, pyarrow.schema([("text", pyarrow.string())])), sink)
+    return sink.getvalue()
+
+
 def whole_file_cases():
     zst = zstandard.ZstdCompressor(write_checksum=True).compress(jsonl(data_corpus.texts(400)))
     flipped = bytearray(zst)
@@ -41,12 +50,17 @@ def whole_file_cases():
         "tail.jsonl.zst": (zst + b"tail", "frame 2", "is broken or not zstd data"),
         "zero.jsonl.zst": (b"", "", "is empty (0 bytes)"),
         "zero.parquet": (b"", "", "is empty (0 bytes)"),
+        "blank.jsonl": (b"\n \n\n", "", "holds no row"),
+        "frame_of_nothing.jsonl.zst": (zstandard.compress(b""), "", "holds no row"),
+        "no_row.parquet": (parquet_bytes({"text": []}), "", "holds no row"),
         "pointer.jsonl": (b"version https://git-lfs.github.com/spec/v1\n", "", "is a Git LFS"),
         "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "", "is a Git LFS"),
         "page.jsonl.zst": (b"<!DOCTYPE html><html>", "", "is a web page or XML, not data"),
         "denied.jsonl": (b"\n<?xml version='1.0'?><Error>", "", "is a web page or XML"),
         "gzip.jsonl": (b"\x1f\x8b\x08\x00", "", "is gzip data"),
         "gzip.jsonl.zst": (b"\x1f\x8b\x08\x00", "", "is gzip data"),
+        "bzip2.jsonl": (bz2.compress(plain), "", "is bzip2 data"),
+        "xz.jsonl.zst": (lzma.compress(plain), "", "is xz data"),
         "zip.txt": (b"PK\x03\x04\x14", "", "is a zip archive"),
         "zstd.jsonl": (zst, "", "is zstd data"),
         "utf16.jsonl": (plain.decode().encode("utf-16"), "", "is UTF-16 text"),

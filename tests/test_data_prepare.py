@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import platform
 import shutil
@@ -609,3 +610,23 @@ if __name__ == "__main__":
     settings = data_corpus.settings({source!r}, {output!r}, tokenizer={tokenizer!r})
     prepare.prepare(dataclasses.replace(settings, num_processes=2), progress=False)
 """
+
+
+def test_what_is_finished_is_on_the_disk(tmp_path, monkeypatch):
+    """A power cut must not leave a file of the right length and name without its content."""
+    synced, rename = set(), pathlib.Path.rename
+    fsync = os.fsync
+
+    def noted(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def checked(self, target):
+        assert str(self) in synced, self
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(pathlib.Path, "rename", checked)
+    source = data_corpus.write_source(tmp_path / "source")
+    prepare.prepare(data_corpus.settings(source, tmp_path / "data"), progress=False)
+    assert any(name.endswith(".partial") and "array_record" in name for name in synced)

@@ -246,13 +246,13 @@ class Checkpointer:
             )
 
     def _strangers(self) -> Iterator[str]:
-        """Names of directories that are neither steps nor left-overs of ours."""
+        """Names of directories that are neither steps nor unfinished: of refused steps, too."""
         if not self.directory.is_dir():
             return
         steps = {str(step) for step in reading.stored_steps(self.directory)}
         for entry in sorted(self.directory.iterdir()):
-            ours = _UNFINISHED_NAME.fullmatch(entry.name) or _REFUSED_SUFFIX in entry.name
-            if entry.is_dir() and not ours and entry.name not in steps:
+            unfinished = _UNFINISHED_NAME.fullmatch(entry.name)
+            if entry.is_dir() and not unfinished and entry.name not in steps:
                 yield entry.name
 
     def _writer(self) -> ocp.CheckpointManager:

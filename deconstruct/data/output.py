@@ -56,7 +56,7 @@ def sole_writer(output: pathlib.Path) -> Iterator[None]:
     """Holds the output directory for this process; waits while another one does."""
     try:
         (output / prepared.UNITS_FOLDER).mkdir(parents=True, exist_ok=True)
-        (output / _LOCK_FILE).touch()
+        open(output / _LOCK_FILE, "a").close()
     except OSError as error:
         raise ValueError(f"output {output} cannot be written ({error})") from error
     busy = f"another process prepares {output}: waiting for its end"

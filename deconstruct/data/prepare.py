@@ -236,7 +236,7 @@ def _ensure_tokenizer(
     tokenizer.token_bytes()  # raises here, not after hours, when bytes per token are unknown
     partial = path.with_name(path.name + ".partial")
     tokenizer.save(partial)
-    partial.rename(path)
+    prepared.rename(partial, path)
     return tokenizer
 
 

@@ -353,4 +353,14 @@ def write_json(path: pathlib.Path, content: Any) -> None:
     """Writes `content` as JSON under a temporary name and renames."""
     partial = partial_path(path)
     partial.write_text(json.dumps(content, indent=1, sort_keys=True))
+    rename(partial, path)
+
+
+def rename(partial: pathlib.Path, path: pathlib.Path) -> None:
+    """Gives a finished file its name once it is on the disk: a power cut leaves all or nothing."""
+    file = os.open(partial, os.O_RDWR)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
     partial.rename(path)

@@ -2,11 +2,11 @@
 
 Policy. Unless told otherwise `read` skips nothing: JSON that does not parse, a row without `text`,
 a `text` that is null or not a string, bytes that are not UTF-8, a compressed file that ends too
-early, an empty file and one that is no data at all (a pointer, a web page, another encoding) are
-each a ValueError. `survey` goes on after a bad row and yields what is wrong among the documents.
-Lines are separated by newlines alone (a text may hold U+2028); blank lines between JSON rows are
-not rows. A .txt file is one document. Documents without anything but white space are yielded like
-others; `units` counts and leaves them out.
+early, a file without any row, and one that is no data at all (a pointer, a web page, another
+encoding) are each a ValueError. `survey` goes on after a bad row and yields what is wrong among the
+documents. Lines are separated by newlines alone (a text may hold U+2028); blank lines between JSON
+rows are not rows. A .txt file is one document. Documents without anything but white space are
+yielded like others; `units` counts and leaves them out.
 """
 
 import ast
@@ -88,6 +88,8 @@ _TO_UTF8 = "convert the file to UTF-8 (iconv), or remove the row"
 _FOREIGN = (
     (b"version https://git-lfs", "is a Git LFS pointer, not data", "run `git lfs pull`"),
     (b"\x1f\x8b", "is gzip data", "unpack it (gunzip), and compress it with zstd if at all"),
+    (b"BZh", "is bzip2 data", "unpack it (bunzip2), and compress it with zstd if at all"),
+    (b"\xfd7zXZ\0", "is xz data", "unpack it (unxz), and compress it with zstd if at all"),
     (b"PK\x03\x04", "is a zip archive", "unpack it"),
     (b"\xff\xfe", "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
@@ -120,9 +122,13 @@ def read(path: str, format: str, on_read: OnRead, on_fault: OnFault = stop) -> I
 
 def survey(path: str, format: str, on_read: OnRead) -> Iterator[Document | Fault]:
     """Like `read`, but goes on after a bad row: documents and faults in the order of the file."""
+    empty = True
     try:
         for row in READERS[format](path, on_read):
+            empty = False
             yield row if isinstance(row, Fault) else _document(row)
+        if empty:
+            raise _UnreadableError("holds no row", "fetch it again or remove it")
     except _UnreadableError as error:
         yield error.fault
     except OSError as error:
@@ -289,6 +295,8 @@ def _read_parquet(path: str, on_read: OnRead) -> Iterator[Row | Fault]:
                 raise _UnreadableError(f"has no column '{TEXT}', only {names}", "rename the column")
             columns = [name for name in (TEXT, META) if name in names]
             for batch in file.iter_batches(batch_size=1024, columns=columns):
+                if not batch.num_rows:
+                    continue
                 part = size * (row + batch.num_rows) // file.metadata.num_rows
                 on_read(part - told)
                 told = part

@@ -16,7 +16,7 @@ from absl import logging
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.data import ahead, packing, prepared, readers, sets, sources
+from deconstruct.data import overlap, packing, prepared, readers, sets, sources
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
@@ -129,14 +129,14 @@ def prepare_unit(
     """
     folder = pathlib.Path(unit.output)
     tokenizer = tokenizer_lib.load_tokenizer(str(folder / prepared.TOKENIZER_FILE))
-    writers = {
-        split: ShardWriter(folder / file, tokenizer, unit.max_len) for split, file in unit.shards
-    }
+    writers: dict[str, ShardWriter] = {}
     try:
+        for split, file in unit.shards:
+            writers[split] = ShardWriter(folder / file, tokenizer, unit.max_len)
         # Reading, tokenizing and writing go on at the same time: of the three only tokenizing takes
         # more than one core, and it lets the others run.
-        batches = ahead.ahead(_batches(unit, writers, on_read))
-        with contextlib.closing(ahead.ahead(_encoded(batches, tokenizer))) as encoded:
+        batches = overlap.ahead(_batches(unit, writers, on_read))
+        with contextlib.closing(overlap.ahead(_encoded(batches, tokenizer))) as encoded:
             for split, document, ids in itertools.chain.from_iterable(encoded):
                 writers[split].add(document, ids)
         shards = {split: writer.finish() for split, writer in writers.items()}
@@ -266,7 +266,7 @@ class ShardWriter:
         with _write_errors():
             self._writer.close()
         assert self._tokens_in == self._tokens_in_rows, (self._tokens_in, self._tokens_in_rows)
-        self._partial.rename(self._path)
+        prepared.rename(self._partial, self._path)
         return prepared.ShardInfo(
             file=self._path.name,
             num_bytes=self._path.stat().st_size,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from deconstruct.data.ahead import ahead
+from deconstruct.data.overlap import ahead
 
 
 def numbers(made, closed, fail_at=None):
