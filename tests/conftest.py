@@ -8,11 +8,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # the environment, so that the processes that tests start compile the very same code.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-import jax
 import pytest
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_threefry_partitionable", True)
+try:
+    import jax
+except ImportError:  # in the environment of requirements-beam.txt, which prepares data alone
+    pass
+else:
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_threefry_partitionable", True)
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,9 @@ def test_data_against_the_bare_library_and_the_loader(tmp_path):
         ours, bare, fast = (line[f"{k}_mb_per_second"] for k in ("ours", "bare", "bare_fast"))
         assert line["ratio"] > 0 and ours > 0 and bare > ours  # so little text is all overhead
         assert line["ratio_to_fast"] == pytest.approx(ours / fast, rel=0.1)
-    assert [line["num_workers"] for line in loads] == [0, 1]
+    assert [(line["sources"], line["num_workers"]) for line in loads] == [
+        (1, 0), (1, 1), (7, 0), (7, 1),
+    ]  # fmt: skip
     for line in loads:
         assert line["part"] == "load" and line["batch_size"] == 2 and line["max_len"] == 32
         per_second = 2 * 32 / line["ms_per_batch"] * 1e3

@@ -6,22 +6,26 @@ ours, so 1 is as fast. Bare is `encode_batch` of 1,024 documents at a time that 
 keeps the lists of ids. `ratio_to_fast` compares with its `encode_batch_fast`. Ours loads the
 tokenizer in each turn. Starting processes and imports are not measured on either side.
 `memory`: peak resident memory of a unit that is one enormous document.
-`load`: the loader alone. `wait`: how long the training loop of the quickstart waits for batches.
+`load`: the loader alone, from one source and from a mixture of as many as SlimPajama has sets.
+`wait`: how long the training loop of the quickstart waits for batches.
 """
 
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator
+from fractions import Fraction
 
 from absl import flags
 
 from configs import quickstart
 from deconstruct import config as config_lib
 from deconstruct import host_memory
-from deconstruct.data import prepare
+from deconstruct.data import prepare, sets
 from deconstruct.data.dataset import PreparedDataset, open_dataset
+from deconstruct.data.mixture import alone, open_mixture
 from tools.bench import corpus, preparing
 
 PARTS = ("prepare", "memory", "load", "wait")
@@ -106,8 +110,12 @@ def _load_lines(texts: list[str], folder: pathlib.Path, tokenizer: pathlib.Path)
     from tools.bench import loading  # JAX, once processes that need none are done
 
     dataset = _prepared(texts, folder, tokenizer, _MAX_LEN.value)
+    copies = [folder / f"set_{number}" for number in range(len(sets.NAMES))]
+    for copy in copies:
+        shutil.copytree(dataset.path, copy)
+    mixed = open_mixture([(str(copy), Fraction(k + 1)) for k, copy in enumerate(copies)])
     return loading.speed(
-        dataset,
+        [alone(dataset), mixed],
         batch_size=_BATCH_SIZE.value,
         num_workers=_WORKERS.value,
         rounds=_ROUNDS.value,

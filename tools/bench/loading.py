@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -11,37 +11,44 @@ from deconstruct import config as config_lib
 from deconstruct import mixers, optim, setup, sharding, step
 from deconstruct.data import loader, packing
 from deconstruct.data.dataset import PreparedDataset
-from deconstruct.data.mixture import alone
+from deconstruct.data.mixture import Mixture, alone
 from tools.bench import compare
 
 WARM_UP = 8  # batches that are not counted: workers start, files open
 
 
-def open_batches(dataset: PreparedDataset, batch_size: int, num_workers: int):
+def open_batches(mixture: Mixture, batch_size: int, num_workers: int):
     """Training batches, from the first step on; close it."""
     return contextlib.closing(
         loader.training_batches(
-            alone(dataset), batch_size=batch_size, seed=0, start_step=0, num_workers=num_workers
+            mixture, batch_size=batch_size, seed=0, start_step=0, num_workers=num_workers
         )
     )
 
 
 def speed(
-    dataset: PreparedDataset, *, batch_size: int, num_workers: list[int], rounds: int, batches: int
+    mixtures: Sequence[Mixture],
+    *,
+    batch_size: int,
+    num_workers: list[int],
+    rounds: int,
+    batches: int,
 ) -> list[dict]:
-    """Tokens a second with each number of workers, taking turns; a reader that does nothing else.
+    """Tokens a second of each mixture with each number of workers, taking turns.
+
+    The reader does nothing else.
 
     Args:
-      dataset: what is read.
+      mixtures: what is read, of rows of one length.
       batch_size: rows of a batch.
       num_workers: of the loader, each in turn.
       rounds: turns that count.
       batches: of a turn.
     """
 
-    def reader(workers: int):
+    def reader(mixture: Mixture, workers: int):
         def read(number: int) -> list[float]:
-            with open_batches(dataset, batch_size, workers) as iterator:
+            with open_batches(mixture, batch_size, workers) as iterator:
                 _take(iterator, WARM_UP)
                 start = time.perf_counter()
                 _take(iterator, number)
@@ -49,19 +56,21 @@ def speed(
 
         return read
 
-    readers = {str(workers): reader(workers) for workers in num_workers}
+    sides = {f"{k} {n}": (mixture, n) for k, mixture in enumerate(mixtures) for n in num_workers}
+    readers = {name: reader(*side) for name, side in sides.items()}
     times = compare.alternate(readers, rounds=rounds, runs=batches)
     return [
         {
-            "num_workers": int(workers),
+            "sources": len(sides[name][0].sources),
+            "num_workers": sides[name][1],
             "batch_size": batch_size,
-            "max_len": dataset.max_len,
+            "max_len": sides[name][0].max_len,
             "tokens_per_second": round(
-                batch_size * dataset.max_len / statistics.median(milliseconds) * 1e3
+                batch_size * sides[name][0].max_len / statistics.median(milliseconds) * 1e3
             ),
             "ms_per_batch": round(statistics.median(milliseconds), 3),
         }
-        for workers, milliseconds in times.items()
+        for name, milliseconds in times.items()
     ]
 
 
@@ -90,7 +99,7 @@ def waiting(
         program, mesh, step.abstract_batch(spec, config.batch_size, mesh)
     )
     waits, ends, pending = [], [], None
-    with open_batches(dataset, config.batch_size, num_workers) as batches:
+    with open_batches(alone(dataset), config.batch_size, num_workers) as batches:
         for _ in range(WARM_UP + steps):
             start = time.perf_counter()
             batch = next(batches)
