@@ -1,5 +1,7 @@
 """A run that is killed, or whose data fails, again and again ends as one that nothing touched.
 
+It reads a mixture of three sources, the smallest of them several times.
+
 DECONSTRUCT_CHAOS_KILLS says how many kills (4 without it) and DECONSTRUCT_CHAOS_SEED which ones:
 
     DECONSTRUCT_CHAOS_KILLS=20 python -m pytest tests/test_chaos.py -s
@@ -17,18 +19,18 @@ import subprocess
 import time
 from collections.abc import Callable
 
+import data_corpus
 import devices
 import jax
 import numpy as np
 import pytest
-import test_train
 import tiny_run
 
 from deconstruct import checkpoint
 from deconstruct.checkpoint import reading
+from deconstruct.data import prepare, prepared
 
-data, config_file = test_train.data, test_train.config_file  # fixtures
-
+SOURCES = {"long": (60, 1), "middle": (20, 1), "short": (6, 6)}  # documents, weight
 KILLS = int(os.environ.get("DECONSTRUCT_CHAOS_KILLS", "4"))
 SEED = int(os.environ.get("DECONSTRUCT_CHAOS_SEED", "0"))
 FAILURES = max(1, KILLS // 2)  # of the data
@@ -39,6 +41,32 @@ SAVE_EVERY, VALIDATE_EVERY = 4, 3
 # A kill comes at most two saves after its start, so that no run is over before the last kill.
 NUM_STEPS = 4 + KILLS * (2 * SAVE_EVERY + 1)
 LONGEST_WAIT = 120  # seconds until a moment is reached
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The folder of the prepared sources, which share a tokenizer."""
+    folder = tmp_path_factory.mktemp("sources")
+    tokenizer = "bpe:300"
+    for name, (documents, _) in SOURCES.items():
+        source = data_corpus.write_source(folder / f"texts_{name}", documents=documents)
+        changes = {"max_len": tiny_run.MAX_LEN, "tokenizer": tokenizer, "validation_share": 0.4}
+        prepare.prepare(data_corpus.settings(source, folder / name, **changes), progress=False)
+        tokenizer = str(folder / name / prepared.TOKENIZER_FILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config_file(data):
+    path = tiny_run.write_config(data, data)
+    mixture = tuple(f"{data / name}={weight}" for name, (_, weight) in SOURCES.items())
+    single = f"config.data.path = {str(data)!r}"
+    text = path.read_text()
+    assert single in text
+    path.write_text(
+        text.replace(single, f"config.data.path, config.data.mixture = None, {mixture}")
+    )
+    return path
 
 
 @dataclasses.dataclass
@@ -56,7 +84,7 @@ class Trainer:
         return [int(n) for n in re.findall(r"^step (\d+)/", self.errors.read_text(), re.M)]
 
     def validated(self) -> list[int]:
-        found = re.findall(r"^step (\d+)  validation: ", self.errors.read_text(), re.M)
+        found = re.findall(r"^step (\d+)  short/validation: ", self.errors.read_text(), re.M)
         return [int(number) for number in found]
 
     def unfinished(self) -> list[int]:
@@ -205,6 +233,7 @@ def test_killed_at_random_moments_it_ends_as_the_unbroken_run(tmp_path, config_f
     run_to_the_end(command)
     print(f"{KILLS} kills of a run of {NUM_STEPS} steps: {time.monotonic() - begin:.0f} s")
     assert_same_end(workdir, whole)
+    assert tiny_run.records(workdir, "epoch")
 
 
 @pytest.mark.slow
