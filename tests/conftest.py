@@ -23,3 +23,12 @@ def shared_dir() -> pathlib.Path:
     if not (path / "corpus").is_dir():
         pytest.skip(f"{path}/corpus is absent; set DECONSTRUCT_SHARED to run this test")
     return path
+
+
+@pytest.fixture(scope="session")
+def evaldata(shared_dir) -> pathlib.Path:
+    """The benchmarks' documents; skips without them."""
+    path = shared_dir / "evaldata"
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent; set DECONSTRUCT_SHARED to run this test")
+    return path
