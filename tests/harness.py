@@ -50,3 +50,10 @@ def run(model, folder: pathlib.Path, names: Iterable[str], **options) -> dict:
         mock.patch.object(harness_metrics, "sum", sequential, create=True),
     ):
         return evaluator.evaluate(model, manager.load(list(names)), **options)
+
+
+def answers(evaluation: dict, name: str) -> list[list]:
+    """[log-likelihood, greedy] of each request; of a whole text it keeps the first alone."""
+    samples = sorted(evaluation["samples"][name], key=lambda sample: sample["doc_id"])
+    answers = [answer for sample in samples for answer in sample["filtered_resps"]]
+    return [list(a) if isinstance(a, tuple) else [a, False] for a in answers]

@@ -60,13 +60,6 @@ def our_answers(result):
     return [answer for sample in result.samples for answer in sample["resps"]]
 
 
-def their_answers(evaluation, name):
-    """[log-likelihood, greedy] of each request; of a whole text they keep the first alone."""
-    samples = sorted(evaluation["samples"][name], key=lambda sample: sample["doc_id"])
-    answers = [answer for sample in samples for answer in sample["filtered_resps"]]
-    return [list(a) if isinstance(a, tuple) else [a, False] for a in answers]
-
-
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_figures_and_log_likelihoods_are_equal(scorer, documents, folder, name):
     """Bit for bit, standard errors too: the same requests in batches of the same shapes."""
@@ -74,7 +67,7 @@ def test_figures_and_log_likelihoods_are_equal(scorer, documents, folder, name):
     (result,) = ours(scorer, {name: documents[name]}, limit=LIMIT)
     scorer.shapes.clear()
     evaluation = theirs(scorer, folder, [name], limit=LIMIT)
-    assert our_answers(result) == their_answers(evaluation, name)
+    assert our_answers(result) == harness.answers(evaluation, name)
     assert [s["arguments"] for s in result.samples] == [
         list(map(list, s["arguments"])) for s in evaluation["samples"][name]
     ]
@@ -94,7 +87,7 @@ def test_tasks_together_are_equal_to_rounding(scorer, documents, folder):
     evaluation = theirs(scorer, folder, names, limit=limit)
     assert list(scorer.shapes) != our_shapes
     for name, result in zip(names, results, strict=True):
-        actual, expected = our_answers(result), their_answers(evaluation, name)
+        actual, expected = our_answers(result), harness.answers(evaluation, name)
         assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
         np.testing.assert_allclose(
             [total for total, _ in actual], [total for total, _ in expected], rtol=TOLERANCE

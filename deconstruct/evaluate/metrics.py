@@ -45,8 +45,9 @@ def perplexity_error(log_likelihoods: Sequence[float], iterations: int) -> float
     """The sample standard deviation of the perplexities of `iterations` resamples.
 
     The resamples are those that `random.Random(i).choices` draws for the i-th thousand; as in
-    lm-eval, what is beyond the last whole thousand is left out. The generator's state is handed to NumPy, whose Mersenne Twister gives the same numbers faster, and
-    sums run from the first value to the last, as `_sum` does.
+    lm-eval, what is beyond the last whole thousand is left out. The generator's state is handed to
+    NumPy, whose Mersenne Twister gives the same numbers faster, and sums run from the first value
+    to the last, as `_sum` does.
     """
     values = np.array(log_likelihoods)
     perplexities: list[float] = []
