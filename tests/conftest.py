@@ -27,3 +27,25 @@ def shared_dir() -> pathlib.Path:
     if not (path / "corpus").is_dir():
         pytest.skip(f"{path}/corpus is absent; set DECONSTRUCT_SHARED to run this test")
     return path
+
+
+@pytest.fixture(scope="session")
+def evaldata(shared_dir) -> pathlib.Path:
+    """The benchmarks' documents; skips without them."""
+    path = shared_dir / "evaldata"
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent; set DECONSTRUCT_SHARED to run this test")
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory) -> pathlib.Path:
+    """A run's directory: two steps of a tiny hybrid, `non_approximate` before `standard`."""
+    import tiny_run
+
+    from deconstruct import run
+
+    folder = tmp_path_factory.mktemp("trained")
+    config = tiny_run.write_config(folder, tiny_run.prepare_data(folder))
+    run.train(tiny_run.load_config(config, num_steps=2), str(folder / "run"))
+    return folder / "run"

@@ -15,8 +15,8 @@ VOCAB = 300
 def make_spec(mixer="standard", plan="uniform", num_layers=2, max_len=64, **overrides) -> ModelSpec:
     """A model of width 32 with 4 heads in 2 groups."""
     sizes = {"model_dim": 32, "feed_forward_dim": 48, "num_heads": 4, "num_kv_heads": 2}
-    layers = plan_layers(num_layers, mixer, plan)
-    spec = ModelSpec(vocab_size=VOCAB, max_len=max_len, layers=layers, **{**sizes, **overrides})
+    sizes |= {"vocab_size": VOCAB, **overrides}
+    spec = ModelSpec(max_len=max_len, layers=plan_layers(num_layers, mixer, plan), **sizes)
     return mixers.resolve(spec)
 
 

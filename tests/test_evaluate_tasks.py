@@ -178,7 +178,9 @@ def test_the_error_of_a_perplexity_is_that_of_the_seeded_resamples():
             perplexities.append(math.exp(-(total / len(drawn))))
     expected = statistics.stdev(perplexities)
     assert metrics.perplexity_error(values, 2000) == pytest.approx(expected, rel=1e-13)
-    assert metrics.perplexity_error(values, 1500) == metrics.perplexity_error(values, 2000)
+    assert metrics.perplexity_error(values, 2999) == metrics.perplexity_error(values, 2000)
+    few = statistics.stdev(perplexities[:100])
+    assert metrics.perplexity_error(values, 100) == pytest.approx(few, rel=1e-13)
 
 
 def test_a_perplexity_beyond_floats_is_infinite():

@@ -46,6 +46,30 @@ def test_the_end_token_ends_the_text_and_is_left_out(model):
     assert len(generate.continue_ids(*model, started, max_new_tokens=1, end_id=301)) == 1
 
 
+def test_blocks_are_the_whole_in_parts(model):
+    prompt = make_tokens(1, 5)[0].tolist()
+    whole = generate.continue_ids(*model, prompt, max_new_tokens=7)
+    options = {"max_new_tokens": 7, "block": 3, "room": 20}
+    assert list(generate.blocks_of_ids(*model, prompt, **options)) == [
+        whole[:3], whole[3:6], whole[6:]
+    ]  # fmt: skip
+    end = whole[4]
+    blocks = generate.blocks_of_ids(*model, prompt, **options, end_id=end)
+    assert [id for new in blocks for id in new] == whole[: whole.index(end)]
+
+
+def test_calls_of_one_room_share_compiled_code(model):
+    def count(length, room):
+        prompt = make_tokens(1, length)[0].tolist()
+        for _ in generate.blocks_of_ids(*model, prompt, max_new_tokens=5, block=2, room=room):
+            pass
+        return generate._decode._cache_size()
+
+    before = count(3, 19)
+    assert count(6, 19) == before
+    assert count(6, 18) == before + 1
+
+
 def test_sampling_follows_the_seed(model):
     prompt = make_tokens(1, 5)[0].tolist()
 

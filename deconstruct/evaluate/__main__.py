@@ -47,6 +47,8 @@ def main(argv) -> None:
     if _SKIP.value and _KEEP.value:
         raise ValueError("--skip and --spec_override both choose layers: give one of them")
     output = pathlib.Path(_OUTPUT.value).expanduser()
+    if output.suffix != ".json" or output.is_dir():
+        raise ValueError(f"--output={output}: name a file that ends in .json")
     if not output.parent.is_dir():
         raise ValueError(f"--output={output}: its folder does not exist; make it first")
     documents = data.read(_DATA_DIR.value, data.names_of(_TASKS.value))

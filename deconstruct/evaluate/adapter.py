@@ -8,10 +8,10 @@ is imported. `--model_args` are those of `DeconstructLM`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from deconstruct import generate, sharding, trained
@@ -29,6 +29,7 @@ except ImportError as error:
     )
 
 MAX_NEW_TOKENS = 256  # where a task does not say
+BLOCK = 16  # tokens between two looks for a stop string
 
 
 @register_model("deconstruct")
@@ -93,35 +94,60 @@ class DeconstructLM(LM):
 
             return self.scorer.score(requests, on_rows).answers
 
-    def _generate(self, context: str, options: dict) -> str:
+    def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         until = options.get("until") or []
-        stops: Sequence[str] = [until] if isinstance(until, str) else until
-        if options.get("do_sample") or options.get("temperature"):
-            raise ValueError("deconstruct continues greedily: leave do_sample and temperature out")
-        max_new = options.get("max_gen_toks", MAX_NEW_TOKENS)
-        model, room = self.scorer.model, self.scorer.max_len - max_new
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        max_new, scorer = _max_new_tokens(options), self.scorer
+        room = scorer.max_len - max_new
         if room < 1:
             raise ValueError(
-                f"max_gen_toks={max_new} leaves no room for a prompt in {self.scorer.max_len} "
-                "tokens: give fewer"
+                f"max_gen_toks={max_new} leaves no room for a prompt in {scorer.max_len} tokens: "
+                "give fewer"
             )
-        ids = model.tokenizer.encode(context)
-        if len(ids) == 0 or self.scorer.lead:
-            ids = model.tokenizer.with_start(ids)
-        new = generate.continue_ids(
-            model.spec,
-            model.params,
-            model.fixed,
-            np.asarray(ids[-room:]),
+        tokenizer = scorer.model.tokenizer
+        ids = tokenizer.encode(context)
+        if len(ids) == 0 or scorer.lead:
+            ids = tokenizer.with_start(ids)
+        blocks = generate.blocks_of_ids(
+            scorer.model.spec,
+            scorer.model.params,
+            scorer.model.fixed,
+            ids[-room:],
             max_new_tokens=max_new,
-            end_id=model.tokenizer.eot_id,
-            num_ids=model.tokenizer.vocab_size,
+            block=BLOCK,
+            room=scorer.max_len,
+            end_id=tokenizer.eot_id,
+            num_ids=tokenizer.vocab_size,
+            compute=scorer.compute,
         )
-        text = model.tokenizer.decode(new)
-        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+        new: list[int] = []
+        for block in blocks:
+            new += block
+            text = tokenizer.decode(new)  # a stop string may begin in an earlier block
+            found = [text.index(stop) for stop in stops if stop in text]
+            if found:
+                return text[: min(found)]
+        return tokenizer.decode(new)
+
+
+def _max_new_tokens(options: Mapping[str, Any]) -> int:
+    """ValueError for sampling, as lm-eval understands it: `do_sample` alone can switch it off."""
+    if options.get("do_sample", bool(options.get("temperature"))):
+        raise ValueError("deconstruct continues greedily: leave do_sample and temperature out")
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    given = [options[name] for name in names if options.get(name) is not None]
+    return int(given[0]) if given else MAX_NEW_TOKENS
+
+
+def main() -> None:
+    """lm-eval's own command; what it and we refuse is one line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
+    main()

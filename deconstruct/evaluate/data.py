@@ -33,6 +33,8 @@ if __name__ == "__main__":  # the evaluation's own command has a --tasks and an 
 def names_of(asked: Sequence[str]) -> tuple[str, ...]:
     """The tasks asked for, `all` spelled out, each once; ValueError with the nearest name."""
     names = [name for ask in asked for name in (ALL if ask == "all" else [ask])]
+    if not names:
+        raise ValueError("--tasks is empty: name some, or all")
     for name in names:
         if name not in TASKS:
             raise ValueError(spec_lib.unknown_name("task", name, [*TASKS, "all"]))

@@ -44,17 +44,19 @@ def perplexity(log_likelihoods: Sequence[float]) -> float:
 def perplexity_error(log_likelihoods: Sequence[float], iterations: int) -> float:
     """The sample standard deviation of the perplexities of `iterations` resamples.
 
-    The resamples are those that `random.Random(i).choices` draws for the i-th thousand. The
-    generator's state is handed to NumPy, whose Mersenne Twister gives the same numbers faster, and
-    sums run from the first value to the last, as `_sum` does.
+    The resamples are those that `random.Random(i).choices` draws for the i-th thousand; as in
+    lm-eval, what is beyond the last whole thousand is left out. The generator's state is handed to
+    NumPy, whose Mersenne Twister gives the same numbers faster, and sums run from the first value
+    to the last, as `_sum` does.
     """
     values = np.array(log_likelihoods)
     perplexities: list[float] = []
-    for chunk in range(-(-iterations // _CHUNK)):
+    size = min(_CHUNK, iterations)
+    for chunk in range(iterations // size):
         words = random.Random(chunk).getstate()[1]
         generator = np.random.RandomState()
         generator.set_state(("MT19937", words[:-1], words[-1]))
-        for _ in range(_CHUNK):
+        for _ in range(size):
             drawn = values[(generator.random_sample(len(values)) * len(values)).astype(np.int64)]
             perplexities.append(_exp(-float(np.add.accumulate(drawn)[-1] / len(values))))
     return _deviation(perplexities)

@@ -26,7 +26,10 @@ _AVERAGED = ("arc_easy", "boolq", "copa", "piqa", "sciq", "rte", "hellaswag")
 def to_json(results: Sequence[TaskResult], settings: Mapping[str, Any]) -> dict[str, Any]:
     """lm-eval's shape; what it has no place for is under `deconstruct`."""
     return {
-        "results": {r.task: {"alias": r.task, **r.figures} for r in results},
+        "results": {
+            r.task: {"name": r.task, "alias": r.task, "sample_len": r.num_documents, **r.figures}
+            for r in results
+        },
         "higher_is_better": {r.task: _directions(r.task) for r in results},
         "n-shot": {r.task: 0 for r in results},
         "n-samples": {

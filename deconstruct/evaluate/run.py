@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from deconstruct.evaluate import metrics
+from deconstruct.evaluate.batching import Shape
 from deconstruct.evaluate.scorer import Scorer
 from deconstruct.evaluate.tasks import TASKS, Document, Task
 
@@ -26,6 +27,7 @@ class TaskResult:
       num_original: documents of the split.
       num_truncated: requests whose context lost its left end.
       tokens_read: by the model, without padding.
+      shapes: of the batches of this task and those before it, which the next task's depend on.
       samples: a record a document, where they were asked for.
     """
 
@@ -35,6 +37,7 @@ class TaskResult:
     num_original: int
     num_truncated: int
     tokens_read: int
+    shapes: Sequence[Sequence[int]]
     samples: Sequence[Mapping[str, Any]] | None = None
 
 
@@ -71,6 +74,8 @@ def evaluate(
             )
             done.add(dataclasses.replace(figures, num_original=len(all_documents)))
         results.append(done.results[name])
+        # Bit for bit as if nothing had been interrupted.
+        scorer.shapes.update((Shape(*sizes), None) for sizes in results[-1].shapes)
     return results
 
 
@@ -105,6 +110,7 @@ def _evaluate_task(
         num_original=len(documents),
         num_truncated=scores.num_truncated,
         tokens_read=scores.tokens_read,
+        shapes=list(scorer.shapes),
         samples=samples,
     )
 

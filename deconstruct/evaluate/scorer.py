@@ -67,7 +67,7 @@ class Scorer:
         batch_tokens: how many tokens a batch holds, about.
         lead: see `rows.encode`.
         """
-        self.model, self.mesh, self.lead = model, mesh, lead
+        self.model, self.mesh, self.compute, self.lead = model, mesh, compute, lead
         self.max_len = model.spec.max_len if max_len is None else max_len
         self.batch_tokens = batch_tokens
         self.shapes: dict[Shape, None] = {}
