@@ -83,7 +83,7 @@ class Scorer:
           on_rows: called with (rows that were just scored, all rows).
 
         Raises:
-          ValueError: a continuation that has no tokens, or more than the model reads at once.
+          ValueError: a continuation that has no tokens.
         """
         unique = list(dict.fromkeys(requests))
         encoded = rows_lib.encode(self.model.tokenizer, unique, self.max_len, self.lead)
