@@ -1,5 +1,6 @@
-"""`tools.bench`: how two sides are timed, what a line says, refusals; data's four parts."""
+"""`tools.bench`: how two sides are timed, what a line says, refusals; data's parts; scoring."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,11 +10,19 @@ import sys
 
 import data_corpus
 import devices
+import flax.traverse_util
+import jax
+import models
+import numpy as np
 import pytest
 
 from deconstruct import config as config_lib
+from deconstruct import sharding
 from deconstruct.data import prepare
 from deconstruct.data.dataset import open_dataset
+from deconstruct.evaluate import scorer
+from deconstruct.evaluate.tasks import Pair
+from deconstruct.trained import TrainedModel
 from tools.bench import (
     compare,
     corpus,
@@ -22,6 +31,8 @@ from tools.bench import (
     ours,
     peer,
     preparing,
+    qwen2_weights,
+    scoring,
     shapes,
     train,
 )
@@ -100,7 +111,117 @@ def test_a_peer_that_is_missing_is_an_error_with_the_install_line(tmp_path):
     assert done.stderr.count("\n") == 1 and "no torch here" in done.stderr
     assert "pip install -r requirements-peers.txt" in done.stderr
     with pytest.raises(ValueError, match="--peer_python=/nowhere/python does not run"):
-        peer.Peer("/nowhere/python", TINY)
+        peer.TrainPeer("/nowhere/python", TINY)
+
+
+class FakeSide:
+    """Takes as long for a request as its size tells."""
+
+    def __init__(self, milliseconds):
+        self.milliseconds, self.programs_compiled, self.calls = milliseconds, 5, []
+        self.about, self.log_likelihoods = {"peer": "fake"}, []
+
+    def scoring(self, requests, size):
+        def run(runs):
+            self.calls.append((len(requests), size, runs))
+            self.programs_compiled += len(self.calls) in (2, 3)
+            self.log_likelihoods = [-float(size) for _ in requests]
+            return [self.milliseconds[size] * len(requests)] * runs
+
+        return run
+
+
+def test_scoring_takes_the_best_size_of_each_side():
+    by_document = [[Pair("a", " b")] * 2] * 3
+    ours, theirs = FakeSide({64: 4.0, 128: 2.0}), FakeSide({2: 5.0, 4: 10.0})
+    trials = scoring.Trials(1, [64, 128], [2, 4])
+    line = scoring.measure(ours, theirs, by_document, trials, rounds=2)
+    assert theirs.calls == [(2, 2, 2), (2, 4, 2)] + [(6, 2, 1)] * 3
+    assert ours.calls == [(2, 64, 2), (2, 128, 2)] + [(6, 128, 1)] * 4
+    assert (line["batch_tokens"], line["peer_batch_size"]) == (128, 2)
+    assert line["batch_tokens_tried"] == {64: 250.0, 128: 500.0}
+    assert line["requests"] == 6 and line["ratio"] == 2.5
+    assert (line["ours_requests_per_second"], line["peer_requests_per_second"]) == (500.0, 200.0)
+    assert line["programs_compiled"] == 1 and line["programs_compiled_later"] == 0
+    assert line["largest_difference"] == 63.0
+
+
+def their_weights(path, spec, params):
+    """Our parameters in a file under the names of transformers' Qwen2."""
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    leaves = [f"self_attn.{kind}_proj.weight" for kind in "qkvo"]
+    leaves += [f"self_attn.{kind}_proj.bias" for kind in "qkv"]
+    leaves += [f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    leaves += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+    names += [f"model.layers.{n}.{leaf}" for n in range(spec.num_layers) for leaf in leaves]
+    arrays = {}
+    for name in names:
+        if (ours := qwen2_weights.our_name(name)) in flat:
+            array = np.asarray(flat[ours])
+            array = array[: spec.vocab_size] if ours.endswith("/table") else array
+            arrays[name] = array.T if ours.endswith("/kernel") else array
+    assert len(arrays) == len(flat)
+    np.savez(path, **arrays)
+
+
+def test_our_scoring_has_the_peers_weights_and_compiles_once(tmp_path):
+    tokenizer = corpus.load_tokenizer("bpe:300", data_corpus.texts(30))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    shape = dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size)
+    spec = ours.make_spec(shape)
+    params = models.make_params(spec)
+    their_weights(tmp_path / "weights.npz", spec, params)
+    side = scoring.Ours(shape, tmp_path / "tokenizer.json", tmp_path / "weights.npz")
+    pairs = [Pair("a few", " words"), Pair("a few", " other words")]
+    before = side.programs_compiled
+    run = side.scoring(pairs, 64)
+    assert len(run(1)) == 1 and side.programs_compiled > before
+    compiled = side.programs_compiled
+    assert len(run(2)) == 2 and side.programs_compiled == compiled
+    model = TrainedModel(spec, params, {}, tokenizer, None)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    expected = scorer.Scorer(model, mesh, batch_tokens=64).score(pairs).answers
+    assert side.log_likelihoods == [answer.log_likelihood for answer in expected]
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "lm_eval", "accelerate")),
+    reason="the peer is not installed",
+)
+@pytest.mark.slow
+def test_the_harness_gives_the_same_scores(tmp_path):
+    tokenizer = corpus.load_tokenizer("bpe:300", data_corpus.texts(30))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    shape = dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size)
+    files = (tmp_path / "tokenizer.json", tmp_path / "weights.npz")
+    pairs = [Pair("a few", " words"), Pair("a few", " other"), Pair("the", " city is")]
+    with peer.EvaluatePeer(sys.executable, shape, *files) as other:
+        assert len(other.scoring(pairs, 2)(2)) == 2
+        side = scoring.Ours(shape, *files)
+        side.scoring(pairs, 64)(1)
+        assert side.log_likelihoods == pytest.approx(other.log_likelihoods, rel=2e-4)
+
+
+def test_scoring_without_its_peer_is_an_error_with_the_install_line(tmp_path):
+    for name in ("torch", "lm_eval"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError('none here')")
+    data = tmp_path / "data" / "copa" / "validation.jsonl"
+    data.parent.mkdir(parents=True)
+    fields = {"premise": "It was.", "question": "cause", "label": 0}
+    data.write_text(json.dumps(fields | {"choice1": "A", "choice2": "B"}) + "\n")
+    corpus.load_tokenizer("bpe:300", data_corpus.texts(30)).save(tmp_path / "tokenizer.json")
+    files = [f"--data_dir={tmp_path / 'data'}", f"--tokenizer={tmp_path / 'tokenizer.json'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "evaluate", "--task=copa", *files],
+        cwd=ROOT,
+        env=devices.environment(1) | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert "the peer did not start (ModuleNotFoundError: none here); pip install" in done.stderr
+    assert "-r requirements-peers.txt -r requirements-evaluate.txt" in done.stderr
 
 
 def test_an_unknown_benchmark_is_an_error_with_the_names():
@@ -108,7 +229,7 @@ def test_an_unknown_benchmark_is_an_error_with_the_names():
         [sys.executable, "-m", "tools.bench", "trian"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr == "error: no benchmark 'trian'; there are: train, data\n"
+    assert done.stderr == "error: no benchmark 'trian'; there are: train, data, evaluate\n"
 
 
 def run_data_benchmark(source, *arguments):
@@ -194,7 +315,7 @@ def test_waiting_in_a_training_loop(tmp_path):
 @pytest.mark.slow
 def test_the_peer_is_the_same_model():
     side = ours.Ours(TINY)
-    with peer.Peer(sys.executable, TINY) as other:
+    with peer.TrainPeer(sys.executable, TINY) as other:
         assert other.about["parameters"] == side.parameters
         assert len(other.steps(2)) == len(side.steps(2)) == 2
         # Initial weights are drawn alike, and a step of the same size was taken.

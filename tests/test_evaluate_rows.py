@@ -70,7 +70,7 @@ def test_a_token_that_spans_the_join(tokenizer):
     assert len(ids_of(tokenizer, "Answer")) == 1 and len(context) == 2
     encoded = rows.encode(tokenizer, [Pair("Answ", "er the cat")], 64)
     assert scored(encoded, 0) == expected(context, both[2:], 64)
-    with pytest.raises(ValueError, match="continuation 'er' has 0 tokens; a model of max_len=64"):
+    with pytest.raises(ValueError, match="continuation 'er' adds no token"):
         rows.encode(tokenizer, [Pair("Answ", "er")], 64)
 
 
@@ -104,14 +104,19 @@ def test_a_long_context_loses_its_left_end(tokenizer, extra):
     assert all(len(inputs) <= L for inputs, _ in scored(encoded, 0))
 
 
-def test_a_continuation_is_never_cut(tokenizer):
-    fits = " the" * L
-    encoded = rows.encode(tokenizer, [Pair("cat", fits)], L)
-    assert len(scored(encoded, 0)) == L and len(scored(encoded, 0)[-1][0]) == L
-    with pytest.raises(
-        ValueError, match=rf"has {L + 1} tokens; a model of max_len={L} scores 1 to"
-    ):
-        rows.encode(tokenizer, [Pair("cat", fits + " the")], L)
+@pytest.mark.parametrize("extra", [0, 1, L - 1, L + 2])
+def test_a_continuation_is_never_cut(tokenizer, extra):
+    """E3: one that is longer than what is read at once goes in windows, as a whole text does."""
+    continuation = " the" * (L + extra)
+    ids = ids_of(tokenizer, continuation)
+    encoded = rows.encode(tokenizer, [Pair("a cat", continuation)], L)
+    assert len(ids) == L + extra and encoded.num_truncated == 1
+    led, found = [*ids_of(tokenizer, " cat"), *ids], []
+    for begin in range(0, len(ids), L):
+        end = min(begin + L, len(ids))
+        first = end - L if begin else 0
+        found += [(led[first : place + 1], led[place + 1]) for place in range(begin, end)]
+    assert scored(encoded, 0) == found
 
 
 def test_continuations_of_one_context_share_its_row(tokenizer):

@@ -13,6 +13,7 @@ from models import make_spec
 from test_against_oracle import oracle_model
 
 from deconstruct import decoder
+from tools.bench.qwen2_weights import in_our_layout
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -28,25 +29,6 @@ CASES = {
     },
     "qwen3_grouped": {"qk_norm": True, "qkv_bias": False, "num_kv_heads": 2},
 }  # fmt: skip
-# Their module under a layer -> ours.
-MODULES = {
-    "input_layernorm": "mixer_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "self_attn.q_proj": "mixer/query",
-    "self_attn.k_proj": "mixer/key",
-    "self_attn.v_proj": "mixer/value",
-    "self_attn.o_proj": "mixer/output",
-    "self_attn.q_norm": "mixer/query_norm",
-    "self_attn.k_norm": "mixer/key_norm",
-    "mlp.gate_proj": "feed_forward/gate",
-    "mlp.up_proj": "feed_forward/up",
-    "mlp.down_proj": "feed_forward/down",
-}
-TABLES = {
-    "model.embed_tokens.weight": "embedding/table",
-    "lm_head.weight": "head/table",
-    "model.norm.weight": "final_norm/scale",
-}
 
 
 def reference_model(spec):
@@ -79,32 +61,6 @@ def reference_model(spec):
     return model
 
 
-def our_name(name: str) -> str:
-    """Their parameter's path -> ours, joined by slashes."""
-    if name in TABLES:
-        return TABLES[name]
-    _, _, index, rest = name.split(".", 3)
-    module, leaf = rest.rsplit(".", 1)
-    if module.endswith("norm"):
-        leaf = "scale"
-    elif leaf == "weight":
-        leaf = "kernel"
-    return f"layer_{int(index) + 1:02d}/{MODULES[module]}/{leaf}"
-
-
-def in_our_layout(spec, named_tensors):
-    """{our path: float32 array}: kernels (in, out) where theirs are (out, in), tables padded."""
-    leaves = {}
-    for name, tensor in named_tensors:
-        path, array = our_name(name), tensor.detach().numpy()
-        if path.endswith("/kernel"):
-            array = array.T
-        elif path.endswith("/table"):
-            array = np.pad(array, ((0, spec.padded_vocab_size - spec.vocab_size), (0, 0)))
-        leaves[path] = array
-    return leaves
-
-
 def assert_near(actual, expected, what):
     largest = np.abs(expected).max()
     assert largest > 0.1, f"{what}: too small to compare ({largest})"
@@ -121,10 +77,10 @@ def test_logits_and_gradients(case):
     model = reference_model(spec)
     expected_BTV = model(torch.from_numpy(tokens_BT), use_cache=False).logits
     (expected_BTV * torch.from_numpy(weights_BTV)).sum().backward()
-    expected = in_our_layout(spec, ((n, p.grad) for n, p in model.named_parameters()))
+    expected = in_our_layout(spec, ((n, p.grad.numpy()) for n, p in model.named_parameters()))
     expected_BTV = expected_BTV.detach().numpy()
 
-    flat = in_our_layout(spec, model.named_parameters())
+    flat = in_our_layout(spec, ((n, p.detach().numpy()) for n, p in model.named_parameters()))
     params = flax.traverse_util.unflatten_dict(flat, sep="/")
 
     def weighted_sum(params):

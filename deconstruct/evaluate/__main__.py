@@ -19,10 +19,14 @@ _DATA_DIR = flags.DEFINE_string("data_dir", None, f"the documents, as {data.FETC
 _OUTPUT = flags.DEFINE_string(
     "output", None, "JSON file to write; the table goes beside it, as .md"
 )
+_PNG = flags.DEFINE_bool("png", False, "draw the table as well, beside the JSON")
 _LIMIT = flags.DEFINE_integer("limit", None, "the first documents of each task", lower_bound=1)
 _SKIP = flags.DEFINE_bool("skip", False, "leave out the layers that are not standard")
 _KEEP = flags.DEFINE_string("spec_override", None, "leave out all layers but these, as in 1,3-5")
 _MAX_LEN = flags.DEFINE_integer("max_len", None, "tokens read at once; the model's when left out")
+_CONTEXTS = flags.DEFINE_list(
+    "context_lengths", [], "WikiText's perplexity where so many tokens are read at once: 128,256"
+)
 _BOOTSTRAP = flags.DEFINE_integer(
     "bootstrap_iters", metrics.BOOTSTRAP_ITERATIONS, "resamples for errors; 0 gives no errors",
     lower_bound=0,
@@ -37,6 +41,54 @@ _TENSOR = flags.DEFINE_integer("tensor", 1, "mesh axis of that name")
 
 def main(argv) -> None:
     del argv
+    output, lengths = check_flags()
+    if _PNG.value:
+        from deconstruct.evaluate import picture
+    names = data.names_of(_TASKS.value)
+    documents = data.read(_DATA_DIR.value, [*names, *(["wikitext"] if lengths else [])])
+    from deconstruct.evaluate import report, run  # JAX, once the documents are there
+
+    scorer = load_scorer()
+    if lengths and max(lengths) > (longest := scorer.model.spec.max_len):
+        raise ValueError(f"--context_lengths={max(lengths)}: the model was trained on {longest}")
+    settings = settings_of(scorer, documents)
+    progress_file = output.with_name(f"{output.name}.partial")
+    results = run.evaluate(
+        scorer,
+        {name: documents[name] for name in names},
+        limit=_LIMIT.value,
+        bootstrap_iterations=_BOOTSTRAP.value,
+        log_samples=_LOG_SAMPLES.value,
+        progress_file=progress_file,
+        settings=settings,
+    )
+    perplexities = run.perplexity_by_context(
+        scorer,
+        documents["wikitext"][: _LIMIT.value] if lengths else [],
+        lengths,
+        progress_file=progress_file,
+        settings=settings,
+    )
+    label = f"{settings['checkpoint']} step {settings['step']}"
+    table = report.table(results, label)
+    text = report.markdown(table)
+    if lengths:
+        text += f"\n\n{report.markdown(report.context_table(perplexities, label))}"
+        settings["wikitext_by_context"] = perplexities
+    settings["compiled_shapes"] = len(scorer.shapes)
+    if _PNG.value:
+        picture.write(output.with_suffix(".png"), table)
+    output.with_suffix(".md").write_text(text + "\n")
+    whole = output.with_name(f"{output.name}.whole")
+    whole.write_text(json.dumps(report.to_json(results, settings), indent=1))
+    whole.replace(output)  # last and at once: where it is, all is done
+    progress_file.unlink()
+    print(text)
+    print(f"done: {output} ({len(scorer.shapes)} shapes compiled)")
+
+
+def check_flags() -> tuple[pathlib.Path, list[int]]:
+    """(the output, the context lengths); ValueError for what needs no model to be refused."""
     for name, value in (
         ("checkpoint", _CHECKPOINT.value),
         ("data_dir", _DATA_DIR.value),
@@ -51,28 +103,9 @@ def main(argv) -> None:
         raise ValueError(f"--output={output}: name a file that ends in .json")
     if not output.parent.is_dir():
         raise ValueError(f"--output={output}: its folder does not exist; make it first")
-    documents = data.read(_DATA_DIR.value, data.names_of(_TASKS.value))
-    from deconstruct.evaluate import report, run  # JAX, once the documents are there
-
-    scorer = load_scorer()
-    settings = settings_of(scorer, documents)
-    progress_file = output.with_name(f"{output.name}.partial")
-    results = run.evaluate(
-        scorer,
-        documents,
-        limit=_LIMIT.value,
-        bootstrap_iterations=_BOOTSTRAP.value,
-        log_samples=_LOG_SAMPLES.value,
-        progress_file=progress_file,
-        settings=settings,
-    )
-    settings["compiled_shapes"] = len(scorer.shapes)
-    output.write_text(json.dumps(report.to_json(results, settings), indent=1))
-    text = report.table(results, f"{settings['checkpoint']} step {settings['step']}")
-    output.with_suffix(".md").write_text(text + "\n")
-    progress_file.unlink()
-    print(text)
-    print(f"done: {output} ({len(scorer.shapes)} shapes compiled)")
+    if not all(length.isdecimal() and int(length) > 0 for length in _CONTEXTS.value):
+        raise ValueError(f"--context_lengths={','.join(_CONTEXTS.value)}: numbers of tokens only")
+    return output, sorted({int(length) for length in _CONTEXTS.value})
 
 
 def load_scorer():

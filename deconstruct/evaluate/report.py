@@ -1,10 +1,10 @@
-"""Results as JSON in lm-evaluation-harness's shape, and as the paper's table 1 in Markdown."""
+"""Results as JSON in lm-evaluation-harness's shape, and as the paper's tables."""
 
 import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from deconstruct.evaluate.run import TaskResult
 from deconstruct.evaluate.tasks import TASKS
@@ -48,8 +48,15 @@ def _directions(task: str) -> dict[str, bool]:
     return {metric: metric.startswith("acc") for metric in TASKS[task].metrics}
 
 
-def table(results: Sequence[TaskResult], name: str, size: str = "500m") -> str:
-    """The paper's table 1 in Markdown: chance, majority, its standard model, and `name` below."""
+class Table(NamedTuple):
+    """Columns, and rows by label; None where a cell stays empty."""
+
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[float | None]]
+
+
+def table(results: Sequence[TaskResult], name: str, size: str = "500m") -> Table:
+    """The paper's table 1: chance, majority, its standard model, and `name` below."""
     paper = json.loads(PAPER_FILE.read_text())
     columns = paper["columns"]
     figures = {r.task: r.figures for r in results}
@@ -59,13 +66,30 @@ def table(results: Sequence[TaskResult], name: str, size: str = "500m") -> str:
     accuracies = [ours[column] for column in _AVERAGED]
     ours["avg"] = None if None in accuracies else sum(accuracies) / len(accuracies)
     rows = {f"paper {size}: {row}": paper[size][row] for row in ("random", "majority", "standard")}
-    rows[name] = [ours[column] for column in columns]
-    lines = [["model", *columns], ["---", *("---:" for _ in columns)]]
-    lines += [[label, *map(_cell, values)] for label, values in rows.items()]
+    return Table(columns, rows | {name: [ours[column] for column in columns]})
+
+
+def context_table(perplexities: Mapping[int, float], name: str) -> Table:
+    """The paper's table 4, WikiText's perplexity by context, and `name` below."""
+    paper = json.loads(PAPER_FILE.read_text())["wikitext_by_context"]
+    printed = {"standard": paper["standard"]}
+    for plan in ("uniform", "hybrid_even"):
+        printed |= {f"{plan} {mixer}": values for mixer, values in paper[plan].items()}
+    rows = {}
+    for row, values in printed.items():
+        by_length = dict(zip(paper["lengths"], values, strict=True))
+        rows[f"paper 500m: {row}"] = [by_length.get(length) for length in perplexities]
+    rows[name] = list(perplexities.values())
+    return Table([str(length) for length in perplexities], rows)
+
+
+def markdown(table: Table) -> str:
+    lines = [["model", *table.columns], ["---", *("---:" for _ in table.columns)]]
+    lines += [[label, *map(cell, values)] for label, values in table.rows.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _cell(value: float | None) -> str:
+def cell(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.1f}" if math.isfinite(value) and value < 1e5 else f"{value:.1e}"

@@ -6,6 +6,9 @@ number of the context's tokens alone decides the cut. The start token (end-of-te
 context and a whole text; any other context has none, as the harness does with tokenizers of this
 kind, unless `lead` asks for it as in training.
 
+A context that is too long loses its left end. A continuation that is longer than all a model reads
+at once, which the harness refuses, is scored in windows after the context's last token.
+
 What several continuations share, a row reads once.
 """
 
@@ -71,7 +74,7 @@ def encode(
       lead: whether the start token leads every context, as it led each document in training.
 
     Raises:
-      ValueError: a continuation without tokens, or with more than max_len.
+      ValueError: a continuation without tokens.
     """
     rows = [
         row
@@ -85,7 +88,12 @@ def encode(
     for place, (context, continuation) in zip(
         pairs, _pairs_of_ids(tokenizer, list(pairs.values()), lead), strict=True
     ):
-        _check_length(pairs[place], len(continuation), max_len)
+        if len(continuation) == 0:
+            raise ValueError(f"the continuation {pairs[place].continuation!r} adds no token")
+        if len(continuation) > max_len:
+            num_truncated += 1
+            rows += _windows(place, continuation, int(context[-1]), max_len)
+            continue
         room = max_len + 1 - len(continuation)
         num_truncated += len(context) > room
         shared.setdefault(context[-room:].tobytes(), []).append((place, continuation))
@@ -113,14 +121,6 @@ def _pairs_of_ids(
         yield context, continuation
 
 
-def _check_length(pair: Pair, num_tokens: int, max_len: int) -> None:
-    if not 1 <= num_tokens <= max_len:
-        raise ValueError(
-            f"the continuation {pair.continuation[:80]!r} has {num_tokens} tokens; a model of "
-            f"max_len={max_len} scores 1 to {max_len}"
-        )
-
-
 def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]]) -> Row:
     """One continuation is read with its context, several as branches of it."""
     row = Row(context)
@@ -143,13 +143,13 @@ def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]
     return row
 
 
-def _windows(request: int, ids: np.ndarray, start: int, max_len: int) -> Iterator[Row]:
-    """Windows that score each token once: the first after the start token, then full ones.
+def _windows(request: int, ids: np.ndarray, before: int, max_len: int) -> Iterator[Row]:
+    """Windows that score each token once: the first after the token `before`, then full ones.
 
     A later window reads the max_len tokens before its last target, so that its first target has
     little context only where the text is read in strides of max_len.
     """
-    led = [start, *ids.tolist()]
+    led = [before, *ids.tolist()]
     for begin in range(0, len(ids), max_len):
         end = min(begin + max_len, len(ids))
         first = 0 if begin == 0 else end - max_len

@@ -70,7 +70,12 @@ def evaluate(
         if name not in done.results:
             chosen = all_documents[:limit]
             figures = _evaluate_task(
-                name, chosen, scorer, bootstrap_iterations, log_samples, progress
+                name,
+                chosen,
+                scorer,
+                bootstrap_iterations=bootstrap_iterations,
+                log_samples=log_samples,
+                progress=progress,
             )
             done.add(dataclasses.replace(figures, num_original=len(all_documents)))
         results.append(done.results[name])
@@ -79,23 +84,53 @@ def evaluate(
     return results
 
 
+def perplexity_by_context(
+    scorer: Scorer,
+    pages: Sequence[Document],
+    lengths: Sequence[int],
+    *,
+    progress_file: pathlib.Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> dict[int, float]:
+    """Length -> perplexity a word of WikiText where so many tokens are read at once (table 4).
+
+    Args:
+      scorer, progress_file, settings, progress: as for `evaluate`, which may share the file.
+      pages: of the task `wikitext`.
+      lengths: none above the model's own.
+    """
+    done = _Finished(progress_file, settings or {})
+    perplexities = {}
+    for length in lengths:
+        name = f"wikitext@{length}"
+        if name not in done.results:
+            result = _evaluate_task("wikitext", pages, scorer, progress=progress, max_len=length)
+            done.add(dataclasses.replace(result, task=name))
+        perplexities[length] = done.results[name].figures["word_perplexity,none"]
+    return perplexities
+
+
 def _evaluate_task(
     name: str,
     documents: Sequence[Document],
     scorer: Scorer,
-    bootstrap_iterations: int,
-    log_samples: bool,
+    *,
+    bootstrap_iterations: int = 0,
+    log_samples: bool = False,
     progress: bool,
+    max_len: int | None = None,
 ) -> TaskResult:
     task = TASKS[name]
     requests = [task.requests(document) for document in documents]
-    with tqdm(desc=name, unit=" rows", disable=not progress) as bar:
+    label = name if max_len is None else f"{name}, {max_len} tokens"
+    with tqdm(desc=label, unit=" rows", disable=not progress) as bar:
 
         def on_rows(num_done: int, num_all: int) -> None:
             bar.total = num_all
             bar.update(num_done)
 
-        scores = scorer.score([r for own in requests for r in own], on_rows)
+        scores = scorer.score([r for own in requests for r in own], on_rows, max_len)
     answers = iter(scores.answers)
     by_document = [[next(answers) for _ in own] for own in requests]
     values = [task.values(d, own) for d, own in zip(documents, by_document, strict=True)]

@@ -74,21 +74,28 @@ class Scorer:
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
 
     def score(
-        self, requests: Sequence[Request], on_rows: Callable[[int, int], None] = lambda *_: None
+        self,
+        requests: Sequence[Request],
+        on_rows: Callable[[int, int], None] = lambda *_: None,
+        max_len: int | None = None,
     ) -> Scores:
         """The answers to `requests`, in their order; equal requests are answered once.
 
         Args:
           requests: what is asked.
           on_rows: called with (rows that were just scored, all rows).
+          max_len: the most tokens read at once; None takes the scorer's own.
 
         Raises:
-          ValueError: a continuation that has no tokens, or more than the model reads at once.
+          ValueError: a continuation that has no tokens.
         """
         unique = list(dict.fromkeys(requests))
-        encoded = rows_lib.encode(self.model.tokenizer, unique, self.max_len, self.lead)
+        max_len = self.max_len if max_len is None else max_len
+        encoded = rows_lib.encode(self.model.tokenizer, unique, max_len, self.lead)
+        shards = sharding.batch_shards(self.mesh)
+        limits = batching.Limits(max_len, self.batch_tokens, shards)
         sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
-        for batch in batching.plan(encoded.rows, self._limits, self.shapes):
+        for batch in batching.plan(encoded.rows, limits, self.shapes):
             nll_BN, best_BN = self._run(batch)
             for row, nll_N, best_N in zip(batch.rows, nll_BN, best_BN, strict=False):
                 for target, nll, best in zip(row.targets, nll_N, best_N, strict=False):
@@ -101,10 +108,6 @@ class Scorer:
         }
         tokens_read = sum(len(row.context) + len(row.new) for row in encoded.rows)
         return Scores([answers[r] for r in requests], encoded.num_truncated, tokens_read)
-
-    @property
-    def _limits(self) -> batching.Limits:
-        return batching.Limits(self.max_len, self.batch_tokens, sharding.batch_shards(self.mesh))
 
     def _run(self, batch: batching.Batch) -> tuple[np.ndarray, np.ndarray]:
         """(negative log-likelihoods, whether each was the likeliest), (B, N), of the targets."""

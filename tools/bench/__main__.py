@@ -7,7 +7,7 @@ from absl import flags
 
 from deconstruct import entry
 
-BENCHMARKS = {"train": "tools.bench.train", "data": "tools.bench.data"}
+BENCHMARKS = {name: f"tools.bench.{name}" for name in ("train", "data", "evaluate")}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from absl import flags
 
 from deconstruct import host_memory
 from tools.bench import compare
-from tools.bench.peer import Peer
+from tools.bench.peer import TrainPeer
 from tools.bench.shapes import SHAPES
 
 _SHAPES = flags.DEFINE_multi_enum("shape", list(SHAPES), list(SHAPES), "which model and batch")
@@ -35,7 +35,7 @@ def main(argv) -> None:
     host_memory.keep_pages()
     for name in _SHAPES.value:
         shape, load_average = SHAPES[name], round(os.getloadavg()[0], 2)
-        with Peer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:
+        with TrainPeer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:
             from tools.bench.ours import Ours  # JAX, after keep_pages and a peer that is there
 
             result = measure(Ours(shape), peer, _ROUNDS.value, _STEPS.value)
