@@ -188,6 +188,23 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BenchmarksConfig:
+    """Benchmarks of the model while it trains.
+
+    Attributes:
+      every: steps between them, and after the last; None never.
+      tasks: names of `evaluate`'s tasks; all means the paper's nine.
+      data_dir: folder of their documents, as `python -m deconstruct.evaluate.data` writes it.
+      limit: the first documents of each task; None takes all.
+    """
+
+    every: int | None = None
+    tasks: tuple[str, ...] = ("all",)
+    data_dir: str | None = None
+    limit: int | None = 100
+
+
+@dataclasses.dataclass(frozen=True)
 class NonFiniteConfig:
     """What happens at a step whose loss or gradient is not finite; its update is never applied.
 
@@ -229,7 +246,7 @@ _RANGES = {
             "num_steps", "batch_size", "max_len", "learning_rate", "checkpoint_every",
             "validate_every", "log_every", "data.validation_rows", "optimizer.schedule_steps",
             "optimizer.eps", "optimizer.clip_norm", "mesh.data", "mesh.fsdp", "mesh.tensor",
-            "compute.micro_batches", "log.diagnose_every",
+            "compute.micro_batches", "log.diagnose_every", "benchmarks.every", "benchmarks.limit",
         ),
         (_positive, "positive"),
     ),
@@ -275,6 +292,7 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    benchmarks: BenchmarksConfig = dataclasses.field(default_factory=BenchmarksConfig)
     non_finite: NonFiniteConfig = dataclasses.field(default_factory=NonFiniteConfig)
 
     def __post_init__(self):
@@ -305,6 +323,11 @@ class Config:
             raise ValueError(
                 "data.prepare_source makes data.path alone: prepare the sources of data.mixture "
                 "first, and set data.prepare_source to None"
+            )
+        if self.benchmarks.every is not None and self.benchmarks.data_dir is None:
+            raise ValueError(
+                "benchmarks.every needs benchmarks.data_dir beside it: a folder that python -m "
+                "deconstruct.evaluate.data --output=DIR has written"
             )
         _ = self.data.weights  # refuses what does not parse
         self.model.build(self.max_len, vocab_size=1)  # refuses what no vocabulary would mend

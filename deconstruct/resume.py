@@ -22,6 +22,7 @@ FREE_KEYS = frozenset(
         "config.validate_every",
         "config.log_every",
         "config.log",
+        "config.benchmarks",
         "config.mesh",
         "config.non_finite",
         "config.compute.platform",

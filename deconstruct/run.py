@@ -16,7 +16,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from deconstruct import checkpoint, flops, metrics, objective, sharding, step
+from deconstruct import benchmarks, checkpoint, flops, metrics, objective, sharding, step
 from deconstruct import config as config_lib
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.conclusion import conclude
@@ -127,6 +127,8 @@ class Loop:
             flops_per_token=flops.train_flops_per_token(self.spec, self.config.batch_size),
             peak_flops=peak_flops(run.mesh.devices.ravel().tolist()),
         )
+        every = self.config.benchmarks.every
+        self.benchmarks = None if every is None else benchmarks.Benchmarks(run)
         self.pending: tuple[int, dict] | None = None
         self.layer_grad_norm: np.ndarray | None = None
 
@@ -135,7 +137,7 @@ class Loop:
         first, last = int(state.step), self.config.num_steps
         if first == last:
             with contextlib.closing(metrics.Progress(last, first)) as self.progress:
-                self.make_up_validation(first, state)
+                self.make_up(first, state)
             print(f"all {last} steps are done; nothing is left to train")
             return state
         self.describe(state)
@@ -144,7 +146,7 @@ class Loop:
             contextlib.closing(self.batches(first)) as batches,
             contextlib.closing(metrics.Progress(last, first)) as self.progress,
         ):
-            self.make_up_validation(first, state)
+            self.make_up(first, state)
             self.clock.start()
             for number in range(first + 1, last + 1):
                 rows = next(batches, None)
@@ -248,9 +250,10 @@ class Loop:
         It is saved if the run is to stop, too.
         """
         validate = self.due(number, self.config.validate_every)
+        benchmark = self.due(number, self.config.benchmarks.every)
         diagnose = self.due(number, self.config.log.diagnose_every)
         save = self.due(number, self.config.checkpoint_every)
-        if not (validate or diagnose or save or self.stop.asked):
+        if not (validate or benchmark or diagnose or save or self.stop.asked):
             self.saved.check()
             return False
         self.catch_up()
@@ -260,6 +263,8 @@ class Loop:
                 self.write_diagnostics(number, state, batch)
             if validate:
                 loss = self.validate(number, state)
+            if benchmark:
+                self.benchmark(number, state)
             save = save or self.stop.asked  # asked once: a signal may come at any moment
             if save:
                 self.save(number, state, loss)
@@ -366,13 +371,27 @@ class Loop:
             losses.append(loss)
         return losses[0] if losses else None
 
-    def make_up_validation(self, number: int, state: TrainState) -> None:
-        """What a stop left out of the validation after the step that the run resumes from."""
-        if number == 0 or not self.due(number, self.config.validate_every):
+    def benchmark(self, number: int, state: TrainState) -> None:
+        """Figures of the chosen tasks; a signal breaks them off, as a validation."""
+        found = self.benchmarks.figures(
+            state.params, state.fixed, lambda: self.stop.asked is not None
+        )
+        for task, figures in (found or {}).items():
+            self.writer.write("benchmark", number, figures, task)
+            said = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            self.progress.say(f"step {number}  {task}: {said}")
+
+    def make_up(self, number: int, state: TrainState) -> None:
+        """What a stop left out after the step that the run resumes from."""
+        if number == 0:
             return
         records = metrics.read_metrics(self.setup.workdir / metrics.METRICS_FILE)
-        mine = (r for r in records if r["kind"] == "validation" and r["step"] == number)
-        self.validate(number, state, done=[record["name"] for record in mine])
+        done = [(r["kind"], r["name"]) for r in records if r["step"] == number and "name" in r]
+        if self.due(number, self.config.validate_every):
+            self.validate(number, state, [name for kind, name in done if kind == "validation"])
+        benchmarked = any(kind == "benchmark" for kind, _ in done)
+        if self.due(number, self.config.benchmarks.every) and not benchmarked:
+            self.benchmark(number, state)
 
     def write_diagnostics(self, number: int, state: TrainState, batch) -> None:
         """Per-layer measures on the first row of the step's batch."""

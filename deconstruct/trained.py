@@ -20,13 +20,14 @@ class TrainedModel:
     Attributes:
       params: per layer, float32.
       fixed: start values of the fixed streams.
+      metadata: of its step; None while it trains.
     """
 
     spec: ModelSpec
     params: dict[str, Any]
     fixed: dict[str, Any]
     tokenizer: tokenizer_lib.Tokenizer
-    metadata: checkpoint.Metadata
+    metadata: checkpoint.Metadata | None
 
 
 def load(

@@ -44,11 +44,12 @@ EDGES = {
         "checkpoint", "config", "data", "decoder", "lock", "mixers", "optim", "sharding", "spec",
         "step",
     },
+    "benchmarks": {"evaluate", "setup", "step", "trained"},
     "resume": {"checkpoint", "config", "layouts", "setup", "spec", "step"},
     "conclusion": {"checkpoint", "data", "generate", "metrics", "setup", "step"},
     "run": {
-        "checkpoint", "conclusion", "config", "data", "flops", "metrics", "objective", "resume",
-        "setup", "sharding", "step", "stopping", "tokenizer",
+        "benchmarks", "checkpoint", "conclusion", "config", "data", "flops", "metrics",
+        "objective", "resume", "setup", "sharding", "step", "stopping", "tokenizer",
     },
     "train": {"config", "entry", "host_memory", "mixers", "run"},
 }  # fmt: skip

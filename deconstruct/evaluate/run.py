@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -41,6 +41,10 @@ class TaskResult:
     samples: Sequence[Mapping[str, Any]] | None = None
 
 
+class _StoppedError(Exception):
+    """The rest of a task is not wanted any more."""
+
+
 def evaluate(
     scorer: Scorer,
     documents: Mapping[str, Sequence[Document]],
@@ -51,8 +55,9 @@ def evaluate(
     progress_file: pathlib.Path | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[TaskResult]:
-    """The results of each task of `documents`, in their order.
+    """The results of each task of `documents`, in their order; of those before it was `stopped`.
 
     Args:
       scorer: the model.
@@ -63,20 +68,25 @@ def evaluate(
       progress_file: where finished tasks are kept until the end; those in it are not done again.
       settings: all that the results depend on, as JSON; a file of other settings is begun anew.
       progress: whether a bar is shown.
+      stopped: asked after each batch whether to leave the rest.
     """
     done = _Finished(progress_file, settings or {})
     results = []
     for name, all_documents in documents.items():
         if name not in done.results:
             chosen = all_documents[:limit]
-            figures = _evaluate_task(
-                name,
-                chosen,
-                scorer,
-                bootstrap_iterations=bootstrap_iterations,
-                log_samples=log_samples,
-                progress=progress,
-            )
+            try:
+                figures = _evaluate_task(
+                    name,
+                    chosen,
+                    scorer,
+                    bootstrap_iterations=bootstrap_iterations,
+                    log_samples=log_samples,
+                    progress=progress,
+                    stopped=stopped,
+                )
+            except _StoppedError:
+                break
             done.add(dataclasses.replace(figures, num_original=len(all_documents)))
         results.append(done.results[name])
         # Bit for bit as if nothing had been interrupted.
@@ -120,6 +130,7 @@ def _evaluate_task(
     log_samples: bool = False,
     progress: bool,
     max_len: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> TaskResult:
     task = TASKS[name]
     requests = [task.requests(document) for document in documents]
@@ -129,6 +140,8 @@ def _evaluate_task(
         def on_rows(num_done: int, num_all: int) -> None:
             bar.total = num_all
             bar.update(num_done)
+            if stopped():
+                raise _StoppedError
 
         scores = scorer.score([r for own in requests for r in own], on_rows, max_len)
     answers = iter(scores.answers)

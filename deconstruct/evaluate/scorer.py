@@ -6,9 +6,11 @@ what it is batched with (beyond rounding).
 Axes: B rows, S context, T new tokens, N targets, D model.
 """
 
+import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,13 @@ class Scorer:
         self.batch_tokens = batch_tokens
         self.shapes: dict[Shape, None] = {}
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
+
+    def of(self, params: Mapping[str, Any], fixed: Mapping[str, Any]) -> "Scorer":
+        """The same with other weights, as if it were new; what was compiled is shared."""
+        other = copy.copy(self)
+        other.model = dataclasses.replace(self.model, params=params, fixed=fixed)
+        other.shapes = {}
+        return other
 
     def score(
         self,

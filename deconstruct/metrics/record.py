@@ -80,11 +80,11 @@ class MetricsWriter:
         """Appends one line and flushes it, so that a killed process loses nothing it wrote.
 
         Args:
-          kind: "train", "validation", "diagnostics" or "epoch".
+          kind: "train", "validation", "benchmark", "diagnostics" or "epoch".
           step: finished optimizer steps.
           values: numbers on the host (Python's, NumPy scalars or arrays), mappings and sequences
             of them, or text. A sequence's places count from 1 in TensorBoard, as layers do.
-          name: of the validation set.
+          name: of the validation set, the task or the source.
 
         Raises:
           ValueError: the line cannot be written (a full disk).
