@@ -225,7 +225,7 @@ LATE_MISTAKES = {
     "wrong step": (["--step=7"], "has no step 7"),
     "wrong layer": (["--spec_override=3"], "layer 3 is not in this model"),
     "no layer": (["--spec_override=x"], "'x' is neither a layer number nor a range"),
-    "too long": (["--max_len=33"], "trained on 32"),
+    "too long": (["--max_len=33"], "max_len=33: the model was trained on 32"),
     "mesh": (["--fsdp=3"], "mesh fsdp=3"),
 }
 

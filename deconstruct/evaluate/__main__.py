@@ -126,8 +126,6 @@ def load_scorer():
         spec, params = spec_lib.skip(spec, params)
     elif _KEEP.value:
         spec, params = spec_lib.keep_layers(spec, params, spec_lib.parse_numbers(_KEEP.value))
-    if _MAX_LEN.value is not None and not 1 <= _MAX_LEN.value <= spec.max_len:
-        raise ValueError(f"--max_len={_MAX_LEN.value}: the model was trained on {spec.max_len}")
     print(f"layers of the model:\n{spec.table()}")
     return Scorer(
         dataclasses.replace(model, spec=spec, params=params),

@@ -62,6 +62,8 @@ class DeconstructLM(LM):
         if unknown:
             raise ValueError(f"unknown model_args {', '.join(sorted(unknown))} for deconstruct")
         if scorer is None:
+            if not checkpoint:
+                raise ValueError("model_args lack checkpoint=DIR")
             mesh = sharding.make_mesh()
             scorer = Scorer(
                 trained.load(checkpoint, step, mesh=mesh),

@@ -68,9 +68,14 @@ class Scorer:
         compute: the dtype of the arithmetic; softmax and sums are float32 whatever it is.
         batch_tokens: how many tokens a batch holds, about.
         lead: see `rows.encode`.
+
+        Raises:
+          ValueError: a max_len that is not of the model's.
         """
         self.model, self.mesh, self.compute, self.lead = model, mesh, compute, lead
         self.max_len = model.spec.max_len if max_len is None else max_len
+        if not 1 <= self.max_len <= model.spec.max_len:
+            raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
         self.batch_tokens = batch_tokens
         self.shapes: dict[Shape, None] = {}
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
