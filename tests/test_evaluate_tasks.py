@@ -238,6 +238,26 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, content, line):
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("copa", {"label": -1}, "its answer is -1, of 2 choices"),  # as a test split has it
+        ("copa", {"premise": None}, "NoneType"),
+        ("piqa", {"label": 2}, "its answer is 2, of 2 choices"),
+        ("arc_easy", {"choices": ["a", "b"]}, "TypeError"),
+        ("wikitext", {"page": None}, "AttributeError"),
+    ],
+)
+def test_a_document_that_cannot_be_asked_is_named_before_a_model_is_loaded(
+    tmp_path, name, changes, why
+):
+    document, _ = EXAMPLES[name]
+    path = tmp_path / name / f"{tasks.TASKS[name].source.split}.jsonl"
+    write(path, [document, {**document, **changes}])
+    with pytest.raises(ValueError, match=rf"{path}, line 2: no document .*answer .*{why}"):
+        data.read(str(tmp_path), [name])
+
+
 def test_a_cut_gzip_file_is_named(tmp_path):
     path = tmp_path / "lambada_openai" / "test.jsonl.gz"
     write(path, [{"text": f"a b {n}"} for n in range(1000)])

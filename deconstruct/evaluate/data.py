@@ -18,7 +18,7 @@ from absl import flags
 
 from deconstruct import entry
 from deconstruct import spec as spec_lib
-from deconstruct.evaluate.tasks import ALL, TASKS, Document, Source
+from deconstruct.evaluate.tasks import ALL, TASKS, Document, Source, Task, check
 
 FETCH = "python -m deconstruct.evaluate.data --output=DIR"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -56,7 +56,7 @@ def read(data_dir: str, names: Iterable[str]) -> dict[str, list[Document]]:
             f"--data_dir={data_dir} lacks {wanted} (or .jsonl.gz): put them there, or fetch them "
             f"with {FETCH} --tasks={','.join(missing)}"
         )
-    found = {name: list(_documents(path, TASKS[name].source)) for name, path in paths.items()}
+    found = {name: list(_documents(path, TASKS[name])) for name, path in paths.items()}
     for name, documents in found.items():
         source = TASKS[name].source
         if sha256_of(documents, source) != source.sha256:
@@ -84,18 +84,20 @@ def _find(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _documents(path: pathlib.Path, source: Source) -> Iterator[Document]:
-    done = 0
+def _documents(path: pathlib.Path, task: Task) -> Iterator[Document]:
+    fields, done = task.source.fields, 0
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         try:
             for line in file:
-                document = json.loads(line)
-                yield {field: document[field] for field in source.fields}
+                content = json.loads(line)
+                document = {field: content[field] for field in fields}
+                check(task, document)
+                yield document
                 done += 1
-        except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        except (OSError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}, line {done + 1}: no document with the fields {', '.join(source.fields)} "
-                f"({error!r})"
+                f"{path}, line {done + 1}: no document with the fields {', '.join(fields)}, whole "
+                f"and with its answer ({error!r})"
             ) from error
     if done == 0:
         raise ValueError(f"{path} is empty; fetch it again with {FETCH}")

@@ -145,6 +145,15 @@ class Pages:
 Task = MultipleChoice | LastWord | Pages
 
 
+def check(task: Task, document: Document) -> None:
+    """Raises an error of any kind for a document that cannot be asked or has no right answer."""
+    task.requests(document)
+    if isinstance(task, MultipleChoice):
+        gold, count = task.gold(document), len(task.choices(document))
+        if gold not in range(count):
+            raise ValueError(f"its answer is {gold}, of {count} choices counted from 0")
+
+
 def _largest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
