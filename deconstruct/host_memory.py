@@ -1,4 +1,4 @@
-"""Makes the C library keep the memory of a step's temporaries, for training on CPU.
+"""Makes the C library keep the memory of a step's temporaries, on CPU.
 
 XLA's CPU backend takes a step's temporaries from malloc and frees them at the step's end. glibc
 then returns them to the kernel, which hands out zeroed pages of 4 KB again in the next step: at 4

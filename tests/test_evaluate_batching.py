@@ -1,5 +1,7 @@
 """Rows to batches: every row once, in a shape that holds it, and few shapes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -27,14 +29,14 @@ def make_rows(count, seed=0, max_len=256):
     return found
 
 
-LIMITS = batching.Limits(max_len=256, batch_tokens=1024, shards=1)
+LIMITS = batching.Limits(max_len=256, batch_tokens=1024, shards=1, compilation_tokens=40_000)
 
 
 @pytest.mark.parametrize("count", [1, 7, 300])
 @pytest.mark.parametrize("shards", [1, 8])
 def test_every_row_is_in_one_batch_that_holds_it(count, shards):
     rows = make_rows(count)
-    limits = batching.Limits(256, 1024, shards)
+    limits = dataclasses.replace(LIMITS, shards=shards)
     batches = batching.plan(rows, limits, ())
     placed = [row for batch in batches for row in batch.rows]
     assert sorted(map(id, placed)) == sorted(map(id, rows))
@@ -50,13 +52,13 @@ def test_every_row_is_in_one_batch_that_holds_it(count, shards):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_shape_must_save_more_than_it_costs(monkeypatch):
+def test_a_shape_must_save_more_than_it_costs():
     rows = make_rows(300)
 
     def shapes_and_cost(tokens, compiled=()):
-        monkeypatch.setattr(batching, "COMPILATION_TOKENS", tokens)
-        batches = batching.plan(rows, LIMITS, compiled)
-        cost = sum(batch.shape.num_rows * batch.shape.row_tokens for batch in batches)
+        limits = dataclasses.replace(LIMITS, compilation_tokens=tokens)
+        batches = batching.plan(rows, limits, compiled)
+        cost = sum(batch.shape.cost(len(batch.rows)) for batch in batches)
         return {batch.shape for batch in batches}, cost
 
     (many, least), (some, more), (few, most) = map(shapes_and_cost, (0, 2_000, 10**9))
@@ -64,6 +66,17 @@ def test_a_shape_must_save_more_than_it_costs(monkeypatch):
     assert more - least <= 2_000 * (len(many) - len(some))
     free, cost = shapes_and_cost(10**9, compiled=many)
     assert free <= many | few and cost < most
+
+
+def test_rows_that_join_a_larger_shape_fill_its_batches():
+    """Also where that shape alone had few rows, or was compiled for few."""
+    rows = [Row([1] * 100), *[Row([1] * 60) for _ in range(32)]]
+    batches = batching.plan(rows, LIMITS, ())
+    assert {batch.shape[:2] for batch in batches} == {(8, 128)} and len(batches) == 5
+    narrow = batching.Shape(1, 64, 0, 8)
+    many = [Row([1] * 60) for _ in range(1000)]
+    assert {batch.shape[:2] for batch in batching.plan(many, LIMITS, [narrow])} == {(16, 64)}
+    assert batching.plan(many[:1], LIMITS, [narrow]) == [batching.Batch(narrow, many[:1])]
 
 
 def test_what_the_device_is_given():

@@ -37,7 +37,7 @@ EDGES = {
     "trained": {"checkpoint", "decoder", "mixers", "sharding", "spec", "tokenizer"},
     "evaluate": {
         "generate",
-        "decoder", "entry", "objective", "sharding", "spec", "tokenizer", "trained",
+        "decoder", "entry", "host_memory", "objective", "sharding", "spec", "tokenizer", "trained",
     },
     "generate": {"decoder", "entry", "trained"},
     "setup": {

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from deconstruct import entry
+from deconstruct import entry, host_memory
 from deconstruct.evaluate import data, metrics
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory, or one step's directory")
@@ -42,6 +42,7 @@ _TENSOR = flags.DEFINE_integer("tensor", 1, "mesh axis of that name")
 def main(argv) -> None:
     del argv
     output, lengths = check_flags()
+    host_memory.keep_pages()  # before JAX
     if _PNG.value:
         from deconstruct.evaluate import picture
     names = data.names_of(_TASKS.value)

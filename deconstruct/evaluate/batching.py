@@ -11,8 +11,8 @@ import numpy as np
 
 from deconstruct.evaluate.rows import Row
 
-# What compiling a shape costs, in tokens that could have been read instead.
-COMPILATION_TOKENS = 40_000
+# What a batch costs beside its tokens: all weights are read, however few rows there are.
+BATCH_TOKENS = 128
 _CHOICES = 8  # targets beside one for each new token: the first of each continuation
 
 
@@ -32,8 +32,9 @@ class Shape(NamedTuple):
         return all(size <= most for size, most in zip(row[1:], self[1:], strict=True))
 
     def cost(self, num_rows: int) -> int:
-        """Tokens, padding included, that so many rows take."""
-        return -(-num_rows // self.num_rows) * self.num_rows * self.row_tokens
+        """What so many rows take, in tokens, padding included."""
+        num_batches = -(-num_rows // self.num_rows)
+        return num_batches * (self.num_rows * self.row_tokens + BATCH_TOKENS)
 
 
 class Batch(NamedTuple):
@@ -64,36 +65,45 @@ class Limits:
     max_len: the largest context.
     batch_tokens: about how many tokens a batch holds at most.
     shards: what the number of rows must be a multiple of.
+    compilation_tokens: what compiling a shape costs, in tokens that could be read instead.
     """
 
     max_len: int
     batch_tokens: int
     shards: int
+    compilation_tokens: int
 
 
 def plan(rows: Sequence[Row], limits: Limits, compiled: Collection[Shape]) -> list[Batch]:
     """All rows in batches, the largest shapes first, so that memory fails at once or never.
 
-    A shape of its own is made for some rows only where it saves more padding than its compilation
-    costs; those of `compiled` cost none.
+    A shape of its own is made for some rows only where it saves more than its compilation costs;
+    those of `compiled` cost none.
     """
     sizes: dict[Shape, list[Row]] = {}
     for row in rows:
         sizes.setdefault(_size(row, limits.max_len), []).append(row)
-    groups = {_with_rows(size, len(own), limits): own for size, own in sizes.items()}
-    for shape in sorted(groups, key=lambda s: (s.row_tokens, s)):
-        own = groups[shape]
-        others = [s for s in {*groups, *compiled} if s != shape and s.holds(shape)]
-        if shape in compiled or not others:
+    groups = {**{shape: [] for shape in compiled}, **sizes}
+
+    def cost(shape: Shape, num_rows: int) -> int:
+        return _with_rows(shape, num_rows, limits).cost(num_rows)
+
+    for size in sorted(sizes, key=lambda s: (s.row_tokens, s)):
+        own, others = groups[size], [s for s in groups if s != size and s.holds(size)]
+        if not others:
             continue
-        best = min(others, key=lambda s: (s.cost(len(own)), s))
-        if best.cost(len(own)) - shape.cost(len(own)) < COMPILATION_TOKENS:
-            del groups[shape]
-            groups.setdefault(best, []).extend(own)
+        added = {s: cost(s, len(groups[s]) + len(own)) - cost(s, len(groups[s])) for s in others}
+        best = min(others, key=lambda s: (added[s], s))
+        saved = added[best] - cost(size, len(own))
+        if saved < (
+            0 if _with_rows(size, len(own), limits) in compiled else limits.compilation_tokens
+        ):
+            groups[best] = groups[best] + groups.pop(size)
+    shapes = {_with_rows(size, len(own), limits): own for size, own in groups.items() if own}
     return [
-        Batch(shape, groups[shape][first : first + shape.num_rows])
-        for shape in sorted(groups, key=lambda s: (s.row_tokens, s), reverse=True)
-        for first in range(0, len(groups[shape]), shape.num_rows)
+        Batch(shape, shapes[shape][first : first + shape.num_rows])
+        for shape in sorted(shapes, key=lambda s: (s.row_tokens, s), reverse=True)
+        for first in range(0, len(shapes[shape]), shape.num_rows)
     ]
 
 
@@ -138,7 +148,12 @@ def _size(row: Row, max_len: int) -> Shape:
 
 
 def _with_rows(size: Shape, num_rows: int, limits: Limits) -> Shape:
-    """With a batch's number of rows: a power of 2 times the shards, no more than needed."""
+    """With a batch's number of rows: a power of 2 times the shards, no more than needed.
+
+    One that has been compiled has its number.
+    """
+    if size.num_rows:
+        return size
     most = max(limits.batch_tokens // size.row_tokens // limits.shards, 1)
     needed = -(-num_rows // limits.shards)
     rows = min(1 << (most.bit_length() - 1), 1 << (needed - 1).bit_length())

@@ -29,6 +29,9 @@ from deconstruct.trained import TrainedModel
 FLOAT32 = Compute(jnp.float32)
 BATCH_TOKENS = 2048  # read at once, by all devices that share the batch; padding counts
 
+# What the arithmetic of two cores does while a shape compiles, about 3 s.
+COMPILATION_FLOPS = 5e11
+
 
 class Scores(NamedTuple):
     """What a list of requests came to.
@@ -78,6 +81,7 @@ class Scorer:
             raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
         self.batch_tokens = batch_tokens
         self.shapes: dict[Shape, None] = {}
+        self._token_flops = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
 
     def of(self, params: Mapping[str, Any], fixed: Mapping[str, Any]) -> "Scorer":
@@ -107,7 +111,9 @@ class Scorer:
         max_len = self.max_len if max_len is None else max_len
         encoded = rows_lib.encode(self.model.tokenizer, unique, max_len, self.lead)
         shards = sharding.batch_shards(self.mesh)
-        limits = batching.Limits(max_len, self.batch_tokens, shards)
+        limits = batching.Limits(
+            max_len, self.batch_tokens, shards, int(COMPILATION_FLOPS / self._token_flops)
+        )
         sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
         for batch in batching.plan(encoded.rows, limits, self.shapes):
             nll_BN, best_BN = self._run(batch)
