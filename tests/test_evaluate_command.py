@@ -73,6 +73,13 @@ def test_the_json_has_lm_evals_shape(unbroken, trained_run):
     assert ours["checkpoint"] == str(trained_run) and ours["step"] == 2
     assert [layer["mixer"] for layer in ours["spec"]["layers"]] == ["non_approximate", "standard"]
     assert ours["documents"]["rte"]["count"] == 5
+    assert ours["denominators"]["copa"] == {"acc": 5}
+    pages = [EXAMPLES["wikitext"][0]["page"]] * 5
+    over = ours["denominators"]["wikitext"]
+    assert over["byte_perplexity"] == over["bits_per_byte"]
+    assert over["byte_perplexity"] == sum(
+        len(page.encode()) + 3 * n for n, page in enumerate(pages)
+    )
     assert set(ours["truncated_requests"]) == set(ours["tokens_read"]) == set(NAMES)
     assert f"({ours['compiled_shapes']} shapes compiled)" in printed
 

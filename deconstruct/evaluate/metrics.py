@@ -19,10 +19,12 @@ class Metric:
 
     Attributes:
       total: the figure of all documents' values.
+      over: how many documents, words or bytes that figure is over.
       error: (values, bootstrap iterations) -> its standard error; None where it has none.
     """
 
     total: Callable[[Sequence], float]
+    over: Callable[[Sequence], float]
     error: Callable[[Sequence, int], float] | None = None
 
 
@@ -72,15 +74,12 @@ def bits(pairs: Sequence[tuple[float, float]]) -> float:
     return -_ratio(pairs) / math.log(2)
 
 
-MEAN = Metric(mean, mean_error)
-PERPLEXITY = Metric(perplexity, perplexity_error)
-WEIGHTED_PERPLEXITY = Metric(weighted_perplexity)
-BITS = Metric(bits)
-
-
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    log_likelihoods, weights = zip(*pairs, strict=True)
-    return _sum(log_likelihoods) / _sum(weights)
+    return _sum([log_likelihood for log_likelihood, _ in pairs]) / _weight(pairs)
+
+
+def _weight(pairs: Sequence[tuple[float, float]]) -> float:
+    return _sum([weight for _, weight in pairs])
 
 
 def _sum(values: Sequence[float]) -> float:
@@ -102,3 +101,9 @@ def _exp(x: float) -> float:
         return math.exp(x)
     except OverflowError:
         return math.inf
+
+
+MEAN = Metric(mean, len, mean_error)
+PERPLEXITY = Metric(perplexity, len, perplexity_error)
+WEIGHTED_PERPLEXITY = Metric(weighted_perplexity, _weight)
+BITS = Metric(bits, _weight)

@@ -40,6 +40,7 @@ def to_json(results: Sequence[TaskResult], settings: Mapping[str, Any]) -> dict[
             **settings,
             "truncated_requests": {r.task: r.num_truncated for r in results},
             "tokens_read": {r.task: r.tokens_read for r in results},
+            "denominators": {r.task: r.denominators for r in results},
         },
     }
 

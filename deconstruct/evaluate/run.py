@@ -1,6 +1,7 @@
 """Evaluates a model on tasks, one after another, so that what is done survives a kill."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -27,6 +28,7 @@ class TaskResult:
       num_original: documents of the split.
       num_truncated: requests whose context lost its left end.
       tokens_read: by the model, without padding.
+      denominators: of each metric: documents, words or bytes that its figure is over.
       shapes: of the batches of this task and those before it, which the next task's depend on.
       samples: a record a document, where they were asked for.
     """
@@ -37,6 +39,7 @@ class TaskResult:
     num_original: int
     num_truncated: int
     tokens_read: int
+    denominators: Mapping[str, float]
     shapes: Sequence[Sequence[int]]
     samples: Sequence[Mapping[str, Any]] | None = None
 
@@ -73,24 +76,21 @@ def evaluate(
     done = _Finished(progress_file, settings or {})
     results = []
     for name, all_documents in documents.items():
-        if name not in done.results:
-            chosen = all_documents[:limit]
-            try:
-                figures = _evaluate_task(
-                    name,
-                    chosen,
-                    scorer,
-                    bootstrap_iterations=bootstrap_iterations,
-                    log_samples=log_samples,
-                    progress=progress,
-                    stopped=stopped,
-                )
-            except _StoppedError:
-                break
-            done.add(dataclasses.replace(figures, num_original=len(all_documents)))
-        results.append(done.results[name])
-        # Bit for bit as if nothing had been interrupted.
-        scorer.shapes.update((Shape(*sizes), None) for sizes in results[-1].shapes)
+        score = functools.partial(
+            _evaluate_task,
+            name,
+            all_documents[:limit],
+            scorer,
+            bootstrap_iterations=bootstrap_iterations,
+            log_samples=log_samples,
+            progress=progress,
+            stopped=stopped,
+        )
+        try:
+            result = done.get(name, scorer, score)
+        except _StoppedError:
+            break
+        results.append(dataclasses.replace(result, num_original=len(all_documents)))
     return results
 
 
@@ -113,11 +113,11 @@ def perplexity_by_context(
     done = _Finished(progress_file, settings or {})
     perplexities = {}
     for length in lengths:
-        name = f"wikitext@{length}"
-        if name not in done.results:
-            result = _evaluate_task("wikitext", pages, scorer, progress=progress, max_len=length)
-            done.add(dataclasses.replace(result, task=name))
-        perplexities[length] = done.results[name].figures["word_perplexity,none"]
+        score = functools.partial(
+            _evaluate_task, "wikitext", pages, scorer, progress=progress, max_len=length
+        )
+        result = done.get(f"wikitext@{length}", scorer, score)
+        perplexities[length] = result.figures["word_perplexity,none"]
     return perplexities
 
 
@@ -158,6 +158,10 @@ def _evaluate_task(
         num_original=len(documents),
         num_truncated=scores.num_truncated,
         tokens_read=scores.tokens_read,
+        denominators={
+            name: metric.over([value[name] for value in values])
+            for name, metric in task.metrics.items()
+        },
         shapes=list(scorer.shapes),
         samples=samples,
     )
@@ -192,7 +196,7 @@ class _Finished:
     """The finished tasks of an evaluation, in a file that the next one of its settings reads."""
 
     def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any]):
-        self.results: dict[str, TaskResult] = {}
+        self._results: dict[str, TaskResult] = {}
         self._path = path
         text = json.dumps(settings, sort_keys=True)
         self._head = json.dumps({"settings": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
@@ -204,12 +208,21 @@ class _Finished:
             return
         whole = [line for line in lines[1:] if line.endswith("\n")]  # a kill may cut the last
         for line in whole:
-            result = TaskResult(**json.loads(line))
-            self.results[result.task] = result
+            name, content = json.loads(line)
+            self._results[name] = TaskResult(**content)
         path.write_text(self._head + "".join(whole))
 
-    def add(self, result: TaskResult) -> None:
-        self.results[result.task] = result
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    def get(self, name: str, scorer: Scorer, score: Callable[[], TaskResult]) -> TaskResult:
+        """The result called `name`; where it is not there, what `score` gives.
+
+        Then the scorer knows its shapes, so that what follows is, bit for bit, as if nothing had
+        been interrupted.
+        """
+        if name not in self._results:
+            result = self._results[name] = score()
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([name, dataclasses.asdict(result)]) + "\n")
+        result = self._results[name]
+        scorer.shapes.update((Shape(*sizes), None) for sizes in result.shapes)
+        return result
