@@ -378,7 +378,7 @@ class Loop:
         )
         for task, figures in (found or {}).items():
             self.writer.write("benchmark", number, figures, task)
-            said = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            said = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
             self.progress.say(f"step {number}  {task}: {said}")
 
     def make_up(self, number: int, state: TrainState) -> None:

@@ -69,7 +69,7 @@ def test_every_so_many_steps_and_said(unbroken, config_file, data_dir, tmp_path,
     last = tiny_run.records(tmp_path / "run", "benchmark")[-2:]
     assert last == found[-2:]
     assert (
-        f"step 12  lambada_openai: perplexity {last[1]['perplexity']:.4f}"
+        f"step 12  lambada_openai: perplexity {last[1]['perplexity']:.5g}"
         in capsys.readouterr().err
     )
 
