@@ -9,25 +9,21 @@ import contextlib
 import functools
 import json
 import logging
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 
 import jax
 import numpy as np
 
-from deconstruct import benchmarks, checkpoint, flops, metrics, objective, sharding, step
-from deconstruct import config as config_lib
+from deconstruct import benchmarks, checkpoint, flops, metrics, sharding, step, validation
 from deconstruct import tokenizer as tokenizer_lib
-from deconstruct.conclusion import conclude
+from deconstruct.account import conclude, introduce
 from deconstruct.config import Config
 from deconstruct.data import loader
-from deconstruct.data.mixture import HeldOut
 from deconstruct.resume import (
     FREE_KEYS,
     HINTS,
     identity_of,
-    resolved_config,
     starting_state,
     stored_form,
 )
@@ -122,7 +118,7 @@ class Loop:
     ):
         self.setup, self.config, self.spec = run, run.config, run.spec
         self.saved, self.writer, self.tokens, self.stop = saved, writer, tokens, stop
-        self.rows = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        self.hosts = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.clock = metrics.Clock(
             flops_per_token=flops.train_flops_per_token(self.spec, self.config.batch_size),
             peak_flops=peak_flops(run.mesh.devices.ravel().tolist()),
@@ -140,7 +136,7 @@ class Loop:
                 self.make_up(first, state)
             print(f"all {last} steps are done; nothing is left to train")
             return state
-        self.describe(state)
+        introduce(self.setup, state)
         train_step = self.compile()
         with (
             contextlib.closing(self.batches(first)) as batches,
@@ -178,13 +174,15 @@ class Loop:
 
     @functools.cached_property
     def validate_rows(self):
-        rows = held_out_rows(self.config)
-        return step.compile_look(step.validation_step, self.setup.program, self.setup.mesh, rows)
+        return validation.compiled(self.setup)
 
     @functools.cached_property
     def diagnose(self):
         rows = self.config.batch_size
         return step.compile_look(step.diagnose, self.setup.program, self.setup.mesh, rows)
+
+    def stopped(self) -> bool:
+        return self.stop.asked is not None
 
     def end(self, number: int, state: TrainState) -> NoReturn:
         """Ends a run that a signal asks to stop once its newest step, `number`, is saved."""
@@ -204,41 +202,9 @@ class Loop:
             seed=self.config.seed,
             start_step=start_step,
             num_workers=self.config.data.num_workers,
-            stopped=lambda: self.stop.asked is not None,
-            **self.rows,
+            stopped=self.stopped,
+            **self.hosts,
         )
-
-    def describe(self, state: TrainState) -> None:
-        """What the run is, before it begins."""
-        print(config_lib.summary(resolved_config(self.setup)))
-        print(f"layers of the model:\n{self.spec.table()}")
-        params = flops.num_params(self.spec)
-        held = {"parameters": state.params, "moments": state.opt_state}
-        on_device = ", ".join(f"{name} {bytes_per_device(tree):,}" for name, tree in held.items())
-        print(f"{params:,} parameters; bytes on a device: {on_device}")
-        print(
-            f"mesh {dict(self.setup.mesh.shape)}; {self.config.batch_size} rows of "
-            f"{self.spec.max_len} tokens a step"
-        )
-        self.describe_data()
-        every = math.lcm(self.config.checkpoint_every, self.config.validate_every)
-        if every != self.config.checkpoint_every and self.config.data.validation:
-            print(
-                f"the best checkpoint is chosen every {every} steps, where one is both validated "
-                "and saved; a checkpoint_every that validate_every divides chooses among all"
-            )
-
-    def describe_data(self) -> None:
-        """What is read, and how often by the end of the run."""
-        data = self.setup.data
-        samples = self.config.num_steps * self.config.batch_size
-        for source, passes in zip(data.sources, data.passes(samples), strict=True):
-            share = "" if source.share == 1 else f"{float(source.share):.4g} of all rows; "
-            print(
-                f"data {source.name}: {share}{source.dataset.num_rows('train'):,} rows in the "
-                f"training split, read {passes:.2f} times by step {self.config.num_steps}"
-                + (", each time in a new order" if passes > 1 else "")
-            )
 
     def due(self, number: int, every: int | None) -> bool:
         """Whether what comes `every` so many steps, and after the last, comes after `number`."""
@@ -360,8 +326,8 @@ class Loop:
             name = held_out.name
             if name in done:
                 continue
-            found = validation_loss(
-                self.setup, self.validate_rows, state, held_out, self.rows, self.stop
+            found = validation.validation_loss(
+                self.setup, self.validate_rows, state, held_out, self.hosts, self.stopped
             )
             if found is None:
                 break
@@ -373,9 +339,7 @@ class Loop:
 
     def benchmark(self, number: int, state: TrainState) -> None:
         """Figures of the chosen tasks; a signal breaks them off, as a validation."""
-        found = self.benchmarks.figures(
-            state.params, state.fixed, lambda: self.stop.asked is not None
-        )
+        found = self.benchmarks.figures(state.params, state.fixed, self.stopped)
         for task, figures in (found or {}).items():
             self.writer.write("benchmark", number, figures, task)
             said = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
@@ -405,46 +369,7 @@ class Loop:
         self.writer.write("diagnostics", number, by_layer)
 
 
-def held_out_rows(config: Config) -> int:
-    """Rows of a validation batch: a micro-batch, which fits wherever a training step does."""
-    return config.batch_size // config.compute.micro_batches
-
-
-def validation_loss(
-    run: Run, validate_rows, state: TrainState, held_out: HeldOut, rows, stop: Stop
-) -> tuple[float, float] | None:
-    """(mean nats per token, bits per byte) of a held-out set's fixed rows, summed in float64.
-
-    None if the run is to stop.
-    """
-    nll_sum = weight_sum = bytes_sum = 0.0
-    token_bytes = np.zeros(run.spec.vocab_size, np.int64)
-    token_bytes[: run.data.vocab_size] = run.data.token_bytes
-    for batch in loader.validation_batches(
-        held_out.dataset,
-        split=held_out.split,
-        batch_size=held_out_rows(run.config),
-        num_rows=run.config.data.validation_rows,
-        **rows,
-    ):
-        if stop.asked:
-            return None
-        placed = sharding.place_batch(batch, run.mesh)
-        with jax.set_mesh(run.mesh):
-            found = jax.device_get(validate_rows(state.params, state.fixed, placed))
-        nll_BT, weights_BT, targets_BT = (np.asarray(x, np.float64) for x in found)
-        nll_sum += np.sum(nll_BT * weights_BT)
-        weight_sum += np.sum(weights_BT)
-        bytes_sum += np.sum(token_bytes[targets_BT.astype(np.int64)] * weights_BT)
-    return nll_sum / weight_sum, objective.bits_per_byte(nll_sum, bytes_sum)
-
-
 def peak_flops(devices: list[jax.Device]) -> float | None:
     """FLOP/s of all devices together at bfloat16; None where the kind's peak is unknown."""
     peak = metrics.PEAK_FLOPS.get(devices[0].device_kind)
     return None if peak is None else peak * len(devices)
-
-
-def bytes_per_device(tree) -> int:
-    """Bytes of a tree's arrays on this process's first device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -46,10 +46,13 @@ EDGES = {
     },
     "benchmarks": {"evaluate", "setup", "step", "trained"},
     "resume": {"checkpoint", "config", "layouts", "setup", "spec", "step"},
-    "conclusion": {"checkpoint", "data", "generate", "metrics", "setup", "step"},
+    "account": {
+        "checkpoint", "config", "data", "flops", "generate", "metrics", "resume", "setup", "step",
+    },
+    "validation": {"config", "data", "objective", "setup", "sharding", "step"},
     "run": {
-        "benchmarks", "checkpoint", "conclusion", "config", "data", "flops", "metrics",
-        "objective", "resume", "setup", "sharding", "step", "stopping", "tokenizer",
+        "account", "benchmarks", "checkpoint", "config", "data", "flops", "metrics", "resume",
+        "setup", "sharding", "step", "stopping", "tokenizer", "validation",
     },
     "train": {"config", "entry", "host_memory", "mixers", "run"},
 }  # fmt: skip
