@@ -1,4 +1,11 @@
-"""Our evaluation against lm-evaluation-harness's, of one model, through the adapter."""
+"""Our evaluation against lm-evaluation-harness's, of one model, through the adapter.
+
+DECONSTRUCT_HARNESS_DOCUMENTS says how many documents of each task (200 without it), or `all`:
+
+    DECONSTRUCT_HARNESS_DOCUMENTS=all python -m pytest tests/test_evaluate_harness.py
+"""
+
+import os
 
 import harness
 import jax
@@ -14,7 +21,8 @@ from deconstruct.trained import TrainedModel
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 200
+DOCUMENTS = os.environ.get("DECONSTRUCT_HARNESS_DOCUMENTS", "200")
+LIMIT = None if DOCUMENTS == "all" else int(DOCUMENTS)
 BOOTSTRAP = 1000
 # Between log-likelihoods of one request in batches of other shapes.
 TOLERANCE = 1e-6
@@ -71,7 +79,7 @@ def test_figures_and_log_likelihoods_are_equal(scorer, documents, folder, name):
     assert [s["arguments"] for s in result.samples] == [
         list(map(list, s["arguments"])) for s in evaluation["samples"][name]
     ]
-    assert result.num_documents == min(LIMIT, len(documents[name]))
+    assert result.num_documents == len(documents[name][:LIMIT])
     found = report.to_json([result], {})
     for key in ("results", "higher_is_better", "n-shot", "n-samples"):
         assert found[key] == {name: evaluation[key][name]}
