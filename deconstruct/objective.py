@@ -27,6 +27,8 @@ from deconstruct import sharding
 # gradient, 8 bytes a parameter, against its 6 * C FLOPs a parameter: at 1,024 that is a tenth of
 # the memory bandwidth of a 2-core CPU and a third of a TPU v5e's.
 CHUNK_TOKENS = 1024
+# The same where some tokens are not wanted and nothing is differentiated: half a chunk is lost.
+SCORED_TOKENS = 128
 
 VOCABULARY_AXIS = "tensor"
 TOKENS = P(sharding.BATCH_AXES, None)
@@ -84,24 +86,27 @@ def token_losses(
     Raises:
       ValueError: a vocabulary larger than the table.
     """
-    return token_scores(
-        x_BTD, table_VD, targets_BT, vocab_size=vocab_size, chunk_tokens=chunk_tokens
-    )[0]
+    head, arrays = _head(table_VD, vocab_size, chunk_tokens), (HIDDEN, TABLE, TOKENS)
+    run = _on_mesh(_local_token_losses, head, arrays, TOKENS)
+    return run(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(table_VD), targets_BT)
 
 
 def token_scores(
     x_BTD: jax.Array,
     table_VD: jax.Array,
     targets_BT: jax.Array,
+    wanted_BT: jax.Array,
     *,
     vocab_size: int,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = SCORED_TOKENS,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_losses`, and whether each target is the likeliest id (the first of equal ones)."""
-    _check(table_VD, vocab_size)
-    head, arrays = _Head(vocab_size, 0.0, chunk_tokens), (HIDDEN, TABLE, TOKENS)
+    """`token_losses` where wanted, and whether the target is the likeliest id (the first of equal
+    ones) there; 0 and False elsewhere, where nothing is computed but what fills a last chunk.
+    """
+    head, arrays = _head(table_VD, vocab_size, chunk_tokens), (HIDDEN, TABLE, TOKENS, TOKENS)
     run = _on_mesh(_local_token_scores, head, arrays, (TOKENS, TOKENS))
-    return run(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(table_VD), targets_BT)
+    x_BTD, table_VD = jax.lax.stop_gradient((x_BTD, table_VD))
+    return run(x_BTD, table_VD, targets_BT, wanted_BT)
 
 
 def weighted_loss(
@@ -133,8 +138,7 @@ def weighted_loss(
     Raises:
       ValueError: a vocabulary larger than the table.
     """
-    _check(table_VD, vocab_size)
-    head = _Head(vocab_size, z_loss, chunk_tokens)
+    head = _head(table_VD, vocab_size, chunk_tokens, z_loss)
     weights_BT = weights_BT.astype(jnp.float32)
     loss, sums = _loss(head, x_BTD, table_VD, targets_BT, weights_BT)
     return loss, jax.lax.stop_gradient(sums)
@@ -155,11 +159,12 @@ def bits_per_byte(nll_sum: float, bytes_sum: float) -> float:
     return nll_sum / (bytes_sum * math.log(2))
 
 
-def _check(table_VD: jax.Array, vocab_size: int) -> None:
+def _head(table_VD: jax.Array, vocab_size: int, chunk_tokens: int, z_loss: float = 0.0) -> _Head:
     if not 0 < vocab_size <= table_VD.shape[0]:
         raise ValueError(
             f"vocab_size={vocab_size} does not fit an output table of {table_VD.shape[0]} rows"
         )
+    return _Head(vocab_size, z_loss, chunk_tokens)
 
 
 def _on_mesh(local, head: _Head, in_specs, out_specs):
@@ -199,15 +204,41 @@ def _loss_backward(head: _Head, gradients, cotangents):
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _local_token_scores(head: _Head, x_BTD, table_VD, targets_BT):
+def _local_token_losses(head: _Head, x_BTD, table_VD, targets_BT):
     table = table_VD.astype(x_BTD.dtype)
 
     def step(carry, chunk):
-        likelihood, (_, targets_C) = _likelihood(head, table, *chunk), chunk
-        return carry, (likelihood.lse_C - likelihood.target_C, likelihood.best_C == targets_C)
+        likelihood = _likelihood(head, table, *chunk)
+        return carry, likelihood.lse_C - likelihood.target_C
 
-    _, scores = jax.lax.scan(step, (), _chunks(head, x_BTD, targets_BT))
-    return tuple(x.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for x in scores)
+    _, nll = jax.lax.scan(step, (), _chunks(head, x_BTD, targets_BT))
+    return nll.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape)
+
+
+def _local_token_scores(head: _Head, x_BTD, table_VD, targets_BT, wanted_BT):
+    """Brings what is wanted to the front and goes through it alone."""
+    table = table_VD.astype(x_BTD.dtype)
+    order_N = jnp.argsort(~wanted_BT.reshape(-1), stable=True)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])[order_N]
+    chunks = _chunks(head, x_ND, targets_BT.reshape(-1)[order_N])
+    num_chunks = -(-jnp.sum(wanted_BT) // chunks[0].shape[1])
+
+    def step(n, scores):
+        x_CD, targets_C = (chunk[n] for chunk in chunks)
+        likelihood = _likelihood(head, table, x_CD, targets_C)
+        found = likelihood.lse_C - likelihood.target_C, likelihood.best_C == targets_C
+        return tuple(a.at[n].set(b) for a, b in zip(scores, found, strict=True))
+
+    like = chunks[1]
+    zeros = jnp.zeros_like(like, jnp.float32), jnp.zeros_like(like, bool)
+    scores = jax.lax.fori_loop(0, num_chunks, step, zeros)
+    wanted_N = wanted_BT.reshape(-1)[order_N]
+
+    def put_back(scores_NC):
+        found_N = jnp.where(wanted_N, scores_NC.reshape(-1)[: order_N.size], 0)
+        return jnp.zeros_like(found_N).at[order_N].set(found_N).reshape(targets_BT.shape)
+
+    return tuple(put_back(x) for x in scores)
 
 
 def _local_sums(head: _Head, x_BTD, table_VD, targets_BT, weights_BT) -> LossSums:

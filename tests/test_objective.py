@@ -93,6 +93,28 @@ def test_sums_are_those_of_their_names():
     assert_near(loss, (w * (nll + 0.5 * lse**2)).sum(), RELATIVE_TO_FLOAT64)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk", [5, 128])
+def test_scores_where_they_are_wanted(share, chunk):
+    """In any chunks; what is not wanted may be anything."""
+    x, table, targets, _ = make(3, 37)
+    wanted = jnp.asarray(np.random.default_rng(1).random((3, 37)) < share)
+    logits = np.asarray(x, np.float64) @ np.asarray(table, np.float64)[:VOCAB].T
+    likeliest = logits.argmax(-1)
+    targets = jnp.where(jnp.arange(37) % 2, targets, likeliest)
+    expected = objective.token_losses(x, table, targets, vocab_size=VOCAB)
+    nll, best = jax.jit(objective.token_scores, static_argnames=("vocab_size", "chunk_tokens"))(
+        jnp.where(wanted[..., None], x, jnp.nan),
+        table,
+        jnp.where(wanted, targets, -1),
+        wanted,
+        vocab_size=VOCAB,
+        chunk_tokens=chunk,
+    )
+    np.testing.assert_array_equal(best, wanted & (targets == likeliest))
+    assert_near(nll, jnp.where(wanted, expected, 0), RELATIVE_TO_PLAIN)
+
+
 def test_only_the_loss_has_a_gradient():
     x, table, targets, weights = make(2, 7)
 

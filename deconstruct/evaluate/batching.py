@@ -49,6 +49,7 @@ class Arrays(NamedTuple):
       lengths_B: tokens of each context.
       branches_BT: which continuation a new token belongs to.
       places_BN: which input predicts a target: of S, then of T.
+      wanted_BN: whether there is one.
     """
 
     context_BS: np.ndarray
@@ -57,6 +58,7 @@ class Arrays(NamedTuple):
     branches_BT: np.ndarray
     places_BN: np.ndarray
     targets_BN: np.ndarray
+    wanted_BN: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,7 @@ def fill(batch: Batch) -> Arrays:
         zeros(*new),
         zeros(*targets),
         zeros(*targets),
+        zeros(*targets).astype(bool),
     )
     for b, row in enumerate(batch.rows):
         length = len(row.context)
@@ -133,6 +136,7 @@ def fill(batch: Batch) -> Arrays:
             beyond = target.place - length  # new tokens come behind the context's padding
             arrays.places_BN[b, n] = target.place if beyond < 0 else shape.context + beyond
             arrays.targets_BN[b, n] = target.id
+            arrays.wanted_BN[b, n] = True
     return arrays
 
 

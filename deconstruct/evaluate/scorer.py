@@ -150,5 +150,6 @@ def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
         sharding.constrain_batch(x_BND),
         decoder.head_table(spec, params),
         arrays.targets_BN,
+        arrays.wanted_BN,
         vocab_size=spec.vocab_size,
     )
