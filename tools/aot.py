@@ -42,7 +42,7 @@ def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
     """What `main` prints, without the names of config and topology.
 
     Raises:
-      ValueError: a mesh that the slice does not divide; a compiler that is not installed.
+      ValueError: a mesh that the slice does not divide.
     """
     chip = wanted.chip
     spec = mixers.resolve(config.model.build(config.max_len, vocab_size_of(config)))
@@ -125,8 +125,8 @@ def documented(config: pathlib.Path) -> list[str]:
     Raises:
       ValueError: it names none.
     """
-    text = ast.get_docstring(ast.parse(config.read_text())) or ""
-    found = re.search(r"^ +python -m tools\.aot (.*(?:\\\n.*)*)", text, re.MULTILINE)
+    text = ast.get_docstring(ast.parse(config.read_text()), clean=False) or ""
+    found = re.search(r"^ +python -m tools\.aot ((?:.*\\\n)*.*)", text, re.MULTILINE)
     if found is None:
         raise ValueError(f"{config}: its docstring names no command python -m tools.aot")
     return shlex.split(found[1].replace("\\\n", " "))
@@ -163,6 +163,7 @@ def main(argv) -> int:
             "--config=configs/tiny.py --topology=v5e:2x2"
         )
     config, wanted = config_lib.parse(flags.FLAGS.config), slices.parse(TOPOLOGY.value)
+    slices.check_compiler(wanted)
     jax.config.update("jax_platforms", "cpu")  # what traces; a TPU or GPU here stays untouched
     with _alone(wanted.chip):
         report = compile_for(config, wanted)

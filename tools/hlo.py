@@ -152,17 +152,33 @@ def _trip_count(loop: _Instruction, caller: _Computation, computations) -> int |
     ends, starts = _root(condition), caller[loop.operands[0]]
     if ends.opcode != "compare" or "direction=LT" not in ends.attributes:
         return None
-    index = _tuple_index(condition[ends.operands[0]])
+    left, right = (_origin(name, condition) for name in ends.operands)
+    index = _tuple_index(left)
     if index is None or starts.opcode != "tuple" or _root(body).opcode != "tuple":
         return None
-    start = _constant(starts.operands[index], caller)
-    end = _constant(ends.operands[1], condition)
-    step = _step(index, body)
+    start = _constant(_origin(starts.operands[index], caller))
+    end, step = _constant(right), _step(index, body)
     return None if None in (start, end, step) else max(0, -(-(end - start) // step))
+
+
+def _step(index: int, body: _Computation) -> int | None:
+    """What a turn adds to element `index` of the loop's tuple."""
+    new = _origin(_root(body).operands[index], body)
+    if new.opcode != "add":
+        return None
+    before, added = (_origin(name, body) for name in new.operands)
+    return _constant(added) if _tuple_index(before) == index else None
 
 
 def _root(computation: _Computation) -> _Instruction:
     return next(i for i in computation.values() if i.is_root)
+
+
+def _origin(name: str, computation: _Computation) -> _Instruction:
+    """What `name` is a copy of."""
+    while (instruction := computation[name]).opcode == "copy":
+        (name,) = instruction.operands
+    return instruction
 
 
 def _tuple_index(instruction: _Instruction) -> int | None:
@@ -170,24 +186,8 @@ def _tuple_index(instruction: _Instruction) -> int | None:
     return int(found[1]) if instruction.opcode == "get-tuple-element" and found else None
 
 
-def _constant(name: str, computation: _Computation) -> int | None:
-    instruction = computation[name]
-    while instruction.opcode == "copy":
-        instruction = computation[instruction.operands[0]]
+def _constant(instruction: _Instruction) -> int | None:
     return int(instruction.value) if instruction.opcode == "constant" else None
-
-
-def _step(index: int, body: _Computation) -> int | None:
-    """What a turn adds to element `index` of the loop's tuple."""
-    instruction = body[_root(body).operands[index]]
-    while instruction.opcode == "copy":
-        instruction = body[instruction.operands[0]]
-    if instruction.opcode != "add":
-        return None
-    before, added = instruction.operands
-    if _tuple_index(body[before]) != index:
-        return None
-    return _constant(added, body)
 
 
 def _moved(instruction: _Instruction, shapes: dict[str, str]) -> int:
