@@ -60,9 +60,15 @@ def test_collectives_and_products_known_by_hand(optimised):
 
 
 # As a TPU's compiler prints: layouts with brackets of their own, loops without their trip count,
-# batched products as dilated convolutions, collectives that begin in one place and end in another.
+# batched products as dilated convolutions, collectives that start in one place and go on in others.
 TPU_PROGRAM = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
 
 %product (p.0: f32[4,4,64,32], p.1: f32[4,4,128,32]) -> f32[4,4,64,128] {
   %p.0 = f32[4,4,64,32]{3,2,1,0:T(8,128)} parameter(0)
@@ -80,6 +86,8 @@ parameter(0)
   %w = f32[4,4,128,32]{3,2,1,0} get-tuple-element(%p), index=2
   %i.2 = s32[]{:T(128)S(6)} copy(%i)
   %next = s32[]{:T(128)} add(%i.2, %one)
+  %g.2 = f32[4,4,128,32]{3,2,1,0} all-gather(%w), channel_id=3, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}}
   %y = f32[4,4,64,128]{3,2,1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%product
   ROOT %t = (s32[]{:T(128)}, f32[4,4,64,32]{3,2,1,0}, f32[4,4,128,32]{3,2,1,0}) tuple(%next, %x, %w)
 }
@@ -98,6 +106,8 @@ ENTRY %main (x: f32[4,4,64,32], w: f32[1,4,128,32]) -> f32[4,4,64,32] {
   %start = s32[]{:T(128)S(6)} copy(%zero)
   %g = (f32[1,4,128,32]{3,2,1,0}, f32[4,4,128,32]{3,2,1,0}) all-gather-start(%w.1), dimensions={0}
   %g.1 = f32[4,4,128,32]{3,2,1,0} all-gather-done(%g)
+  %r = bf16[4,4,64,32]{3,2,1,0:T(8,128)(2,1)} all-reduce(%x.1), channel_id=3, to_apply=%sum, \
+backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}
   %t.1 = (s32[]{:T(128)}, f32[4,4,64,32]{3,2,1,0}, f32[4,4,128,32]{3,2,1,0}) \
 tuple(%start, %x.1, %g.1)
   %l = (s32[]{:T(128)}, f32[4,4,64,32]{3,2,1,0}, f32[4,4,128,32]{3,2,1,0}) while(%t.1), \
@@ -111,7 +121,10 @@ condition=%condition, body=%body
 def test_a_tpus_program_known_by_hand(step, turns):
     found = hlo.costs(TPU_PROGRAM.replace("STEP", str(step)))
     assert found.flops == turns * 2 * (4 * 4) * 64 * 128 * 32
-    assert found.collective_bytes == {"all-gather": 4 * 4 * 128 * 32 * 4}
+    assert found.collective_bytes == {
+        "all-gather": 4 * 4 * 128 * 32 * 4,
+        "all-reduce": 4 * 4 * 64 * 32 * 4,
+    }
     assert found.endless_loops == 0
 
 

@@ -28,6 +28,10 @@ _CALLS = re.compile(
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
+# A TPU's compiler writes a collective that goes on beside other work into each piece of that work;
+# the piece that starts it has the flag -1.
+_CONTINUES = re.compile(r'"async_collective_fusion_config":\{"flag_start":"\d')
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -78,7 +82,7 @@ def costs(text: str) -> Costs:
         for instruction in computations[name].values():
             flops += number * _flops(instruction, shapes)
             kind = instruction.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and not _CONTINUES.search(instruction.attributes):
                 moved[kind] += number * _moved(instruction, shapes)
     return Costs(flops, dict(sorted(moved.items())), endless)
 
