@@ -265,15 +265,19 @@ def test_a_mesh_that_the_slice_does_not_divide(one_device):
         aot.compile_for(tiny("--config.mesh.fsdp=3"), one_device)
 
 
-def test_what_does_not_fit_is_a_report(one_device, monkeypatch):
-    """The words of a TPU's compiler."""
-
+@pytest.mark.parametrize(
+    "words",
+    [
+        "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.50G of "
+        "15.75G hbm. Exceeded hbm capacity by 5.75G.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (21.50G) exceeds "
+        "available HBM (15.75G).",
+    ],
+)
+def test_what_does_not_fit_is_a_report(one_device, monkeypatch, words):
     class Lowered:
         def compile(self):
-            raise jax.errors.JaxRuntimeError(
-                "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
-                "space hbm. Used 21.50G of 15.75G hbm. Exceeded hbm capacity by 5.75G."
-            )
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {words}")
 
     monkeypatch.setattr(aot.step, "lower_train_step", lambda *_: Lowered())
     memory = aot.compile_for(tiny(), one_device)["memory"]

@@ -71,15 +71,24 @@ def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
     }
 
 
+_TOO_LARGE = re.compile(
+    r"Used ([\d.]+)([KMG]) of \S+ hbm|memory required for HLO temporaries \(([\d.]+)([KMG])\)"
+)
+
+
 def _compile(lowered) -> tuple[jax.stages.Compiled | None, int | None]:
-    """(the program, None), or (None, bytes that it needs) where the compiler says: too many."""
+    """(the program, None), or (None, bytes at least) where the compiler says that it is too large.
+
+    Some compilers name the bytes of temporaries alone.
+    """
     try:
         return lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", str(error))
-        if used is None:
+        found = _TOO_LARGE.search(str(error))
+        if found is None:
             raise
-        return None, int(float(used[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[used[2]])
+        number, unit = (text for text in found.groups() if text is not None)
+        return None, int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit])
 
 
 def _report(compiled, needed: int | None, chip: slices.Chip, formula: float) -> dict:
@@ -172,7 +181,7 @@ def main(argv) -> int:
     if not report["memory"]["fits"]:
         needed, there = (report["memory"][key] / slices.GIB for key in ("peak", "of_chip"))
         raise ValueError(
-            f"{needed:.1f} GiB a device do not fit {there:.0f} GiB: give more micro-batches "
+            f"{needed:.1f} GiB or more a device do not fit {there:.0f} GiB: more micro-batches "
             "(--config.compute.micro_batches), --config.compute.remat=full, or more devices"
         )
     return 0
