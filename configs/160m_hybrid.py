@@ -5,6 +5,10 @@ Device hours, as computed: 10.8 of one H200 (5.37e+14 FLOPs a step, 28,610 steps
 Data: see README.md, "The paper's runs". Command:
 
     python -m deconstruct.train --config=configs/160m_hybrid.py --workdir=runs/160m_hybrid
+
+For a TPU slice (compiles the step without one; training takes the same --config flags):
+
+    python -m tools.aot --config=configs/160m_hybrid.py --topology=v5e:4x4
 """
 
 from deconstruct import paper

@@ -7,6 +7,11 @@ Device hours, as computed: 33.1 of one H200 (1.65e+15 FLOPs a step, 28,610 steps
 Data: see README.md, "The paper's runs". Command:
 
     python -m deconstruct.train --config=configs/500m_uniform.py --workdir=runs/500m_uniform
+
+For a TPU slice (compiles the step without one; training takes the same --config flags):
+
+    python -m tools.aot --config=configs/500m_uniform.py --topology=v5e:4x4 \\
+        --config.mesh.fsdp=16 --config.compute.micro_batches=1 --config.compute.remat=full
 """
 
 from deconstruct import paper

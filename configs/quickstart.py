@@ -5,6 +5,10 @@ ones `non_approximate`. The corpus is prepared on the first run. Command:
 
     python -m deconstruct.train --config=configs/quickstart.py --workdir=runs/quickstart
 
+For a TPU slice (compiles the step without one; training takes the same --config flags):
+
+    python -m tools.aot --config=configs/quickstart.py --topology=v5e:2x2
+
 The argument is `mixer,plan`, so another layer's worth of curiosity is `quickstart.py:mlp,even`.
 """
 

@@ -7,6 +7,10 @@ then train one mixer, or all of them with `tools.sweep`:
         --output=data/tiny
     python -m deconstruct.train --config=configs/tiny.py --workdir=runs/tiny
 
+For a TPU slice (compiles the step without one; training takes the same --config flags):
+
+    python -m tools.aot --config=configs/tiny.py --topology=v5e:2x2
+
 The argument is `mixer,plan`.
 """
 

@@ -76,7 +76,7 @@ def parse_flags(args: list[str]) -> list[str]:
             if key in seen:
                 raise ValueError(f"config key {key!r} is given twice; give it once")
             seen.add(key)
-            if value in ("None", "none"):
+            if value == "None" or (value == "none" and hint is not str):
                 config_lib.check_optional(key, hint)
                 unset.append((arg, key))
         remaining = flags.FLAGS([arg for arg in args if arg not in dict(unset)])

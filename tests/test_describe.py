@@ -139,9 +139,13 @@ def test_from_any_directory(tmp_path, how):
 
 
 def test_none_on_the_command_line():
-    flags = ["--config.model.num_kv_heads=None", "--config.data.validation=('a','b')"]
-    done = run_command("--config=configs/500m_gqa.py:mlp,even", *flags)
-    assert "14 heads of 64 in 14 key/value groups" in done.stdout, done.stderr
+    """No value where a key allows that; of `remat` it is a value like others."""
+    for none in ("None", "none"):
+        flags = [f"--config.model.num_kv_heads={none}", "--config.compute.remat=none"]
+        flags.append("--config.data.validation=('a','b')")
+        done = run_command("--config=configs/500m_gqa.py:mlp,even", *flags)
+        assert "14 heads of 64 in 14 key/value groups" in done.stdout, done.stderr
+        assert "remat none" in done.stdout
 
 
 @pytest.mark.parametrize(

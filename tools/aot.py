@@ -1,0 +1,192 @@
+"""Compiles a config's train step for devices that are not here: their compiler is all it takes.
+
+    python -m tools.aot --config=FILE.py[:ARGUMENT] --topology=v5e:4x4 [--config.KEY=VALUE]
+    python -m tools.aot --all
+
+Prints one JSON object: seconds of tracing and compiling; bytes of one device's memory against what
+the chip has, and whether the step fits (status 1 if not); FLOPs of one device as compiled
+(`tools/hlo.py`) beside the formula's (`deconstruct/flops.py`), which counts nothing twice; the time
+that they and the state's memory traffic take at least; bytes that one device sends and receives by
+kind of collective. `--all` runs the command that each config names in its docstring, a line each.
+"""
+
+import ast
+import contextlib
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from deconstruct import config as config_lib
+from deconstruct import entry, flops, kernels, lock, mixers, optim, setup, sharding, step
+from tools import hlo, slices
+from tools.describe import vocab_size_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "TPU slice or number of GPUs to compile for, such as v5e:4x4 or h200:8"
+)
+ALL = flags.DEFINE_bool("all", False, "compile every config in configs/ as it says of itself")
+
+
+def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
+    """What `main` prints, without the names of config and topology.
+
+    Raises:
+      ValueError: a mesh that the slice does not divide.
+    """
+    chip = wanted.chip
+    spec = mixers.resolve(config.model.build(config.max_len, vocab_size_of(config)))
+    schedule = optim.make_schedule(config.learning_rate, config.num_steps, config.optimizer)
+    program = setup.make_program(config, spec, schedule, chip.platform)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = sharding.make_mesh(*sizes, slices.devices(wanted))
+    setup.check_mesh(config, program, mesh)
+
+    begun = time.perf_counter()
+    with kernels.target_platform(chip.platform):
+        batch = step.abstract_batch(spec, config.batch_size, mesh)
+        lowered = step.lower_train_step(program, mesh, batch)
+    traced = time.perf_counter()
+    compiled, needed = _compile(lowered)
+    seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
+    formula = flops.train_flops(spec, config.batch_size) / mesh.size
+    return {
+        "device": chip.device_kind,
+        "mesh": dict(mesh.shape),
+        "rows": config.batch_size // config.compute.micro_batches,
+        "micro_batches": config.compute.micro_batches,
+        "remat": config.compute.remat,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        **_report(compiled, needed, chip, formula),
+    }
+
+
+_TOO_LARGE = re.compile(
+    r"Used ([\d.]+)([KMG]) of \S+ hbm|memory required for HLO temporaries \(([\d.]+)([KMG])\)"
+)
+
+
+def _compile(lowered) -> tuple[jax.stages.Compiled | None, int | None]:
+    """(the program, None), or (None, bytes at least) where the compiler says that it is too large.
+
+    Some compilers name the bytes of temporaries alone.
+    """
+    try:
+        return lowered.compile(), None
+    except jax.errors.JaxRuntimeError as error:
+        found = _TOO_LARGE.search(str(error))
+        if found is None:
+            raise
+        number, unit = (text for text in found.groups() if text is not None)
+        return None, int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit])
+
+
+def _report(compiled, needed: int | None, chip: slices.Chip, formula: float) -> dict:
+    if compiled is None:
+        memory = {"peak": needed, "of_chip": chip.memory, "fits": False}
+        return {"memory": memory, "flops": {"formula": formula}}
+    memory, found = _memory(compiled, chip), hlo.costs(compiled.as_text())
+    state = memory["arguments"] + memory["output"]
+    return {
+        "memory": memory,
+        "flops": {"compiled": found.flops, "formula": formula, "ratio": found.flops / formula},
+        "at_least_seconds": {
+            "products": found.flops / chip.peak_flops, "state": state / chip.bandwidth,
+        },
+        "collective_bytes": found.collective_bytes,
+        "loops_of_unknown_length": found.endless_loops,
+    }  # fmt: skip
+
+
+def _memory(compiled, chip: slices.Chip) -> dict:
+    """Bytes of one device.
+
+    The peak is all that lies there side by side: arguments, what the output does not put in their
+    place, temporaries, code.
+    """
+    found = compiled.memory_analysis()
+    arguments, output = found.argument_size_in_bytes, found.output_size_in_bytes
+    beside = output - found.alias_size_in_bytes
+    peak = arguments + beside + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+    return {
+        "arguments": arguments,
+        "temporaries": found.temp_size_in_bytes,
+        "output": output,
+        "peak": peak,
+        "of_chip": chip.memory,
+        "fits": peak <= chip.memory,
+    }
+
+
+def documented(config: pathlib.Path) -> list[str]:
+    """Arguments of the `tools.aot` command in a config's docstring.
+
+    Raises:
+      ValueError: it names none.
+    """
+    text = ast.get_docstring(ast.parse(config.read_text()), clean=False) or ""
+    found = re.search(r"^ +python -m tools\.aot ((?:.*\\\n)*.*)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{config}: its docstring names no command python -m tools.aot")
+    return shlex.split(found[1].replace("\\\n", " "))
+
+
+def _compile_all() -> int:
+    """Each in a process of its own, so that one that fails leaves the others."""
+    failed = 0
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        command = [sys.executable, "-m", "tools.aot", *documented(path)]
+        failed += subprocess.run(command, cwd=ROOT, check=False).returncode != 0
+    return failed
+
+
+def _alone(chip: slices.Chip) -> contextlib.AbstractContextManager:
+    """libtpu serves one process at a time."""
+    if chip.platform != "tpu":
+        return contextlib.nullcontext()
+    path = pathlib.Path(tempfile.gettempdir()) / "deconstruct.libtpu.lock"
+    return lock.held(path, busy="another process compiles with libtpu: waiting", wait=True)
+
+
+def main(argv) -> int:
+    del argv
+    if ALL.value:
+        if TOPOLOGY.value is not None or flags.FLAGS.config is not None:
+            raise ValueError(
+                "--all takes neither --config nor --topology: each config says its own"
+            )
+        return int(_compile_all() > 0)
+    if flags.FLAGS.config is None or TOPOLOGY.value is None:
+        raise ValueError(
+            "--config and --topology are both needed; for example "
+            "--config=configs/tiny.py --topology=v5e:2x2"
+        )
+    config, wanted = config_lib.parse(flags.FLAGS.config), slices.parse(TOPOLOGY.value)
+    slices.check_compiler(wanted)
+    jax.config.update("jax_platforms", "cpu")  # what traces; a TPU or GPU here stays untouched
+    with _alone(wanted.chip):
+        report = compile_for(config, wanted)
+    name = config_flags.get_config_filename(flags.FLAGS["config"])
+    print(json.dumps({"config": name, "topology": wanted.name, **report}))
+    if not report["memory"]["fits"]:
+        needed, there = (report["memory"][key] / slices.GIB for key in ("peak", "of_chip"))
+        raise ValueError(
+            f"{needed:.1f} GiB or more a device do not fit {there:.0f} GiB: more micro-batches "
+            "(--config.compute.micro_batches), --config.compute.remat=full, or more devices"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    entry.define_config_flag()
+    entry.run(main)
