@@ -160,6 +160,7 @@ def bits_per_byte(nll_sum: float, bytes_sum: float) -> float:
 
 
 def _head(table_VD: jax.Array, vocab_size: int, chunk_tokens: int, z_loss: float = 0.0) -> _Head:
+    """The static side, once its vocabulary is known to fit the table."""
     if not 0 < vocab_size <= table_VD.shape[0]:
         raise ValueError(
             f"vocab_size={vocab_size} does not fit an output table of {table_VD.shape[0]} rows"
