@@ -377,6 +377,7 @@ def open_files():
 
 def test_more_shards_than_may_be_open(many_shards, monkeypatch):
     """A full corpus has thousands, and each open one has a file and an index in memory."""
+    assert shards._open.cache_parameters()["maxsize"] == shards.MOST_OPEN < 1024 - 256
     opened = []
     monkeypatch.setattr(shards, "_open", functools.lru_cache(8)(shards._open.__wrapped__))
     before = open_files()
