@@ -9,8 +9,10 @@ a chunk.
 Targets must lie in [0, vocab_size). The data room refuses others on the host, naming their shard;
 one that comes here all the same, whatever its weight, makes its loss NaN, never a plausible number.
 
+Where nothing is differentiated a chunk goes through the vocabulary in blocks, too.
+
 Axes: B batch, T time, N = B * T tokens (of one device), C tokens of a chunk, D model,
-V vocabulary rows of the table, padding included.
+V vocabulary rows of the table, padding included, K rows of a block.
 """
 
 import functools
@@ -21,14 +23,30 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from deconstruct import sharding
+from deconstruct import kernels, sharding
 
 # Tokens of a device whose logits exist at once. A chunk reads and writes the table's float32
 # gradient, 8 bytes a parameter, against its 6 * C FLOPs a parameter: at 1,024 that is a tenth of
 # the memory bandwidth of a 2-core CPU and a third of a TPU v5e's.
 CHUNK_TOKENS = 1024
-# The same where some tokens are not wanted and nothing is differentiated: half a chunk is lost.
-SCORED_TOKENS = 128
+
+
+class Tile(NamedTuple):
+    """Logits that exist at once where nothing is differentiated.
+
+    Attributes:
+      tokens: of a device; where some are not wanted, half of so many are computed for nothing.
+      ids: rows of the table.
+    """
+
+    tokens: int
+    ids: int
+
+
+# On a CPU they stay in a core's cache while their maximum and their sum are taken. What an
+# accelerator takes at once fills it, and none waits for the one before.
+TILE_ON_CPU = Tile(256, 2048)
+TILE_ON_ACCELERATORS = Tile(1024, 1 << 16)
 
 VOCABULARY_AXIS = "tensor"
 TOKENS = P(sharding.BATCH_AXES, None)
@@ -57,12 +75,14 @@ class _Head(NamedTuple):
       vocab_size: rows of the table that are tokens; the others never take part.
       z_loss: weight of lse^2.
       chunk_tokens: upper bound of C.
+      block_ids: upper bound of K.
       sharded: whether this runs on each device's share of the arrays.
     """
 
     vocab_size: int
     z_loss: float
     chunk_tokens: int
+    block_ids: int | None = None
     sharded: bool = False
 
 
@@ -72,7 +92,7 @@ def token_losses(
     targets_BT: jax.Array,
     *,
     vocab_size: int,
-    chunk_tokens: int = CHUNK_TOKENS,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats, (B, T) float32, without gradient.
 
@@ -81,12 +101,12 @@ def token_losses(
       table_VD: output table; it is cast to x's dtype for the product, which is summed in float32.
       targets_BT: ids below vocab_size; any other gives NaN at its place.
       vocab_size: rows of the table that are tokens.
-      chunk_tokens: tokens whose logits exist at once.
+      tile: None takes the platform's.
 
     Raises:
       ValueError: a vocabulary larger than the table.
     """
-    head, arrays = _head(table_VD, vocab_size, chunk_tokens), (HIDDEN, TABLE, TOKENS)
+    head, arrays = _tiled_head(table_VD, vocab_size, tile), (HIDDEN, TABLE, TOKENS)
     run = _on_mesh(_local_token_losses, head, arrays, TOKENS)
     return run(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(table_VD), targets_BT)
 
@@ -98,12 +118,12 @@ def token_scores(
     wanted_BT: jax.Array,
     *,
     vocab_size: int,
-    chunk_tokens: int = SCORED_TOKENS,
+    tile: Tile | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`token_losses` where wanted, and whether the target is the likeliest id (the first of equal
     ones) there; 0 and False elsewhere, where nothing is computed but what fills a last chunk.
     """
-    head, arrays = _head(table_VD, vocab_size, chunk_tokens), (HIDDEN, TABLE, TOKENS, TOKENS)
+    head, arrays = _tiled_head(table_VD, vocab_size, tile), (HIDDEN, TABLE, TOKENS, TOKENS)
     run = _on_mesh(_local_token_scores, head, arrays, (TOKENS, TOKENS))
     x_BTD, table_VD = jax.lax.stop_gradient((x_BTD, table_VD))
     return run(x_BTD, table_VD, targets_BT, wanted_BT)
@@ -168,6 +188,12 @@ def _head(table_VD: jax.Array, vocab_size: int, chunk_tokens: int, z_loss: float
     return _Head(vocab_size, z_loss, chunk_tokens)
 
 
+def _tiled_head(table_VD: jax.Array, vocab_size: int, tile: Tile | None) -> _Head:
+    if tile is None:
+        tile = TILE_ON_CPU if kernels.platform() == "cpu" else TILE_ON_ACCELERATORS
+    return _head(table_VD, vocab_size, tile.tokens)._replace(block_ids=tile.ids)
+
+
 def _on_mesh(local, head: _Head, in_specs, out_specs):
     """`local(head, ...)` on the whole arrays, or on each device's share of them under a mesh."""
     mesh = sharding.active_mesh()
@@ -209,8 +235,8 @@ def _local_token_losses(head: _Head, x_BTD, table_VD, targets_BT):
     table = table_VD.astype(x_BTD.dtype)
 
     def step(carry, chunk):
-        likelihood = _likelihood(head, table, *chunk)
-        return carry, likelihood.lse_C - likelihood.target_C
+        nll_C, _ = _scores(head, table, *chunk)
+        return carry, nll_C
 
     _, nll = jax.lax.scan(step, (), _chunks(head, x_BTD, targets_BT))
     return nll.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape)
@@ -225,9 +251,7 @@ def _local_token_scores(head: _Head, x_BTD, table_VD, targets_BT, wanted_BT):
     num_chunks = -(-jnp.sum(wanted_BT) // chunks[0].shape[1])
 
     def step(n, scores):
-        x_CD, targets_C = (chunk[n] for chunk in chunks)
-        likelihood = _likelihood(head, table, x_CD, targets_C)
-        found = likelihood.lse_C - likelihood.target_C, likelihood.best_C == targets_C
+        found = _scores(head, table, *(chunk[n] for chunk in chunks))
         return tuple(a.at[n].set(b) for a, b in zip(scores, found, strict=True))
 
     like = chunks[1]
@@ -240,6 +264,66 @@ def _local_token_scores(head: _Head, x_BTD, table_VD, targets_BT, wanted_BT):
         return jnp.zeros_like(found_N).at[order_N].set(found_N).reshape(targets_BT.shape)
 
     return tuple(put_back(x) for x in scores)
+
+
+class _Running(NamedTuple):
+    """What the blocks so far came to.
+
+    Attributes:
+      max_C: the largest logit.
+      norm_C: sum of exp(logit - max).
+      target_C: the target's logit; 0 until its block is reached.
+      best_C: whether the target is the first id of the largest logit.
+    """
+
+    max_C: jax.Array
+    norm_C: jax.Array
+    target_C: jax.Array
+    best_C: jax.Array
+
+
+def _scores(head: _Head, table_VD, x_CD, targets_C) -> tuple[jax.Array, jax.Array]:
+    """(negative log-likelihood, whether the target is the first id of the largest logit), (C,)."""
+    ids_V = _row_ids(head, table_VD)
+    size = min(head.block_ids, len(table_VD))
+
+    def step(n, running: _Running) -> _Running:
+        begin = jnp.minimum(n * size, len(table_VD) - size)  # the last block may overlap
+        ids_K = jax.lax.dynamic_slice_in_dim(ids_V, begin, size)
+        rows_KD = jax.lax.dynamic_slice_in_dim(table_VD, begin, size)
+        logits_CK = jnp.einsum("CD,KD->CK", x_CD, rows_KD, preferred_element_type=jnp.float32)
+        own_K = (ids_K >= ids_V[0] + n * size) & (ids_K < head.vocab_size)
+        logits_CK = jnp.where(own_K[None, :], logits_CK, -jnp.inf)
+        target_C, is_here_C = _local_target(logits_CK, targets_C - ids_K[0])
+        is_here_C = is_here_C & (targets_C >= ids_V[0] + n * size)
+        earlier_CK = jnp.where(ids_K[None, :] < targets_C[:, None], logits_CK, -jnp.inf)
+        largest_C = jnp.max(logits_CK, axis=-1)
+        best_C = is_here_C & (target_C == largest_C) & (target_C > jnp.max(earlier_CK, axis=-1))
+        max_C = jnp.maximum(running.max_C, largest_C)
+        norm_C = jnp.sum(jnp.exp(logits_CK - max_C[:, None]), axis=-1)
+        return _Running(
+            max_C,
+            running.norm_C * jnp.exp(running.max_C - max_C) + norm_C,
+            running.target_C + jnp.where(is_here_C, target_C, 0),
+            jnp.where(largest_C > running.max_C, best_C, running.best_C),
+        )
+
+    zeros_C = jnp.zeros(targets_C.shape, jnp.float32)
+    least_C = zeros_C + jnp.finfo(jnp.float32).min  # finite: a block may hold padding alone
+    start = _Running(least_C, zeros_C, zeros_C, zeros_C.astype(bool))
+    running = jax.lax.fori_loop(
+        0, -(-len(table_VD) // size), step, _varying(head, start, over_vocabulary=True)
+    )
+    max_C, norm_C, target_C, best_C = running
+    if head.sharded:
+        max_C = jax.lax.pmax(max_C, VOCABULARY_AXIS)
+        largest_C = running.max_C == max_C
+        norm_C = norm_C * jnp.exp(running.max_C - max_C)
+        norm_C, target_C = jax.lax.psum((norm_C, target_C), VOCABULARY_AXIS)
+        first_C = jax.lax.pmin(jnp.where(largest_C, ids_V[0], head.vocab_size), VOCABULARY_AXIS)
+        best_C = best_C & largest_C & (first_C == ids_V[0])
+        best_C = jax.lax.pmax(best_C.astype(jnp.int32), VOCABULARY_AXIS) > 0
+    return jnp.log(norm_C) + (max_C - _of_tokens(head, target_C, targets_C)), best_C
 
 
 def _local_sums(head: _Head, x_BTD, table_VD, targets_BT, weights_BT) -> LossSums:
@@ -287,14 +371,12 @@ class _Likelihood(NamedTuple):
     Attributes:
       lse_C: log of the softmax's denominator.
       target_C: the target's logit; NaN for an id that is no token.
-      best_C: the first id of the largest logit.
       e_CV: exp(logit - largest logit), of this device's rows.
       norm_C: sum of e over all rows.
     """
 
     lse_C: jax.Array
     target_C: jax.Array
-    best_C: jax.Array
     e_CV: jax.Array
     norm_C: jax.Array
 
@@ -304,27 +386,31 @@ def _likelihood(head: _Head, table_VD, x_CD, targets_C) -> _Likelihood:
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     if head.sharded or head.vocab_size < len(table_VD):  # else it would be a pass for nothing
         logits_CV = jnp.where((ids_V < head.vocab_size)[None, :], logits_CV, -jnp.inf)
-    max_C, best_C = jnp.max(logits_CV, axis=-1), ids_V[0] + jnp.argmax(logits_CV, axis=-1)
+    max_C = jnp.max(logits_CV, axis=-1)
     if head.sharded:
-        local_max_C, max_C = max_C, jax.lax.pmax(max_C, VOCABULARY_AXIS)
-        best_C = jnp.where(local_max_C == max_C, best_C, jnp.iinfo(best_C.dtype).max)
-        best_C = jax.lax.pmin(best_C, VOCABULARY_AXIS)
+        max_C = jax.lax.pmax(max_C, VOCABULARY_AXIS)
     e_CV = jnp.exp(logits_CV - max_C[:, None])
     norm_C = jnp.sum(e_CV, axis=-1)
-    target_C = _local_target(logits_CV, targets_C - ids_V[0])
+    target_C, is_here_C = _local_target(logits_CV, targets_C - ids_V[0])
+    target_C = jnp.where(is_here_C, target_C, 0)
     if head.sharded:
         norm_C, target_C = jax.lax.psum((norm_C, target_C), VOCABULARY_AXIS)
-    is_token = (targets_C >= 0) & (targets_C < head.vocab_size)
-    target_C = jnp.where(is_token, target_C, jnp.nan)
-    return _Likelihood(jnp.log(norm_C) + max_C, target_C, best_C, e_CV, norm_C)
+    target_C = _of_tokens(head, target_C, targets_C)
+    return _Likelihood(jnp.log(norm_C) + max_C, target_C, e_CV, norm_C)
 
 
 def _local_target(logits_CV, index_C):
-    """The logit at `index_C`; 0 where that is another device's row."""
+    """(the logit at `index_C`, whether that is one of these rows)."""
     num_rows = logits_CV.shape[1]
     clipped_C = jnp.clip(index_C, 0, num_rows - 1)
     logit_C = jnp.take_along_axis(logits_CV, clipped_C[:, None], axis=1)[:, 0]
-    return jnp.where(clipped_C == index_C, logit_C, 0)
+    return logit_C, clipped_C == index_C
+
+
+def _of_tokens(head: _Head, target_C, targets_C):
+    """The target's logit; NaN where the id is no token."""
+    is_token = (targets_C >= 0) & (targets_C < head.vocab_size)
+    return jnp.where(is_token, target_C, jnp.nan)
 
 
 def _row_ids(head: _Head, table_VD) -> jax.Array:

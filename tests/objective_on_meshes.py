@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,11 +22,26 @@ def loss(x, table, targets, weights):
 
 
 def losses(x, table, targets, weights):
-    return objective.token_losses(x, table, targets, vocab_size=VOCAB, chunk_tokens=5)
+    tile = objective.Tile(5, 7)
+    return objective.token_losses(x, table, targets, vocab_size=VOCAB, tile=tile)
+
+
+def scores(x, table, targets, weights):
+    """Every logit is twice in the table, so that the likeliest lies on two devices."""
+    del weights
+    table, tile = (
+        table.at[VOCAB // 2 : VOCAB // 2 * 2].set(table[: VOCAB // 2]),
+        objective.Tile(5, 7),
+    )
+    return [
+        objective.token_scores(x, table, ids, ids % 3 != 1, vocab_size=VOCAB, tile=tile)
+        for ids in (targets, jnp.argmax(x @ table[:VOCAB].T, axis=-1), VOCAB // 2 + targets % 2)
+    ]
 
 
 gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
-wanted = [jax.jit(f)(x, table, targets, weights) for f in (loss, losses, gradients)]
+wanted = [jax.jit(f)(x, table, targets, weights) for f in (loss, losses, gradients, scores)]
+assert all(np.any(best) for _, best in wanted[3][1:2])
 
 
 def computations(text):
@@ -49,7 +65,7 @@ for sizes in [(8, 1, 1), (2, 2, 2)]:
         jax.device_put(a, s) for a, s in zip((x, table, targets, weights), places, strict=True)
     ]
     with jax.set_mesh(mesh):
-        got = [jax.jit(f)(*inputs) for f in (loss, losses, gradients)]
+        got = [jax.jit(f)(*inputs) for f in (loss, losses, gradients, scores)]
         where = (None, (places[0], places[1]))
         text = jax.jit(gradients, out_shardings=where).lower(*inputs).compile().as_text()
     jax.tree.map(lambda g, w: assert_near(g, w, RELATIVE_TO_PLAIN), got, wanted)

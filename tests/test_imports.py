@@ -26,7 +26,7 @@ EDGES = {
     "decoder": {"spec", "layers", "layouts", "mixers", "sharding"},
     "flops": {"spec", "mixers", "decoder"},
     "paper": {"config", "spec"},
-    "objective": {"sharding"},
+    "objective": {"kernels", "sharding"},
     "optim": {"config"},
     "data": {"tokenizer", "entry", "lock", "stopping"},
     "checkpoint": set(),

@@ -75,7 +75,8 @@ def test_chunked_equals_plain_in_value_and_gradients(shape, rows, chunk, z_loss)
     # The path without gradients is another program, and the tokens' own losses a third.
     assert_near(jax.jit(chunked)(x, table), wanted[0], RELATIVE_TO_PLAIN)
     if z_loss == 0:
-        nll = objective.token_losses(x, table, targets, vocab_size=VOCAB, chunk_tokens=chunk)
+        tile = objective.Tile(chunk, 16)
+        nll = objective.token_losses(x, table, targets, vocab_size=VOCAB, tile=tile)
         assert nll.shape == shape and nll.dtype == jnp.float32
         assert_near(jnp.sum(nll * weights), wanted[0], RELATIVE_TO_PLAIN)
 
@@ -94,25 +95,45 @@ def test_sums_are_those_of_their_names():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("chunk", [5, 128])
-def test_scores_where_they_are_wanted(share, chunk):
-    """In any chunks; what is not wanted may be anything."""
+@pytest.mark.parametrize("tile", [(5, 7), (5, 10**6), (128, 1), (128, 32)])
+def test_scores_where_they_are_wanted(share, tile):
+    """In any tiles, of which the last may overlap; what is not wanted may be anything."""
     x, table, targets, _ = make(3, 37)
     wanted = jnp.asarray(np.random.default_rng(1).random((3, 37)) < share)
     logits = np.asarray(x, np.float64) @ np.asarray(table, np.float64)[:VOCAB].T
     likeliest = logits.argmax(-1)
     targets = jnp.where(jnp.arange(37) % 2, targets, likeliest)
     expected = objective.token_losses(x, table, targets, vocab_size=VOCAB)
-    nll, best = jax.jit(objective.token_scores, static_argnames=("vocab_size", "chunk_tokens"))(
+    nll, best = jax.jit(objective.token_scores, static_argnames=("vocab_size", "tile"))(
         jnp.where(wanted[..., None], x, jnp.nan),
         table,
         jnp.where(wanted, targets, -1),
         wanted,
         vocab_size=VOCAB,
-        chunk_tokens=chunk,
+        tile=objective.Tile(*tile),
     )
     np.testing.assert_array_equal(best, wanted & (targets == likeliest))
     assert_near(nll, jnp.where(wanted, expected, 0), RELATIVE_TO_PLAIN)
+
+
+@pytest.mark.parametrize("ids", [1, 7, 16, 10**6])
+def test_of_equal_logits_the_first_id_is_the_likeliest(ids):
+    """Also where a block lies between them, and where logits are large."""
+    x, table, _, _ = make(1, 1)
+    x, table = jnp.ones_like(x), jnp.zeros_like(table)
+    likeliest = (3, 9, VOCAB - 1)
+    table = table.at[jnp.array(likeliest)].set(1e4).at[VOCAB:].set(1e6)
+    targets = jnp.arange(VOCAB)[None]
+    nll, best = objective.token_scores(
+        jnp.broadcast_to(x, (1, VOCAB, x.shape[-1])),
+        table,
+        targets,
+        jnp.ones_like(targets, bool),
+        vocab_size=VOCAB,
+        tile=objective.Tile(8, ids),
+    )
+    assert np.flatnonzero(best[0]).tolist() == [likeliest[0]]
+    np.testing.assert_allclose(nll[0, jnp.array(likeliest)], np.log(3), rtol=1e-6)
 
 
 def test_only_the_loss_has_a_gradient():
