@@ -20,7 +20,7 @@ def scored(encoded, request):
     found = []
     for row in encoded.rows:
         for target in row.targets:
-            if target.request != request:
+            if request not in target.requests:
                 continue
             inputs, place = list(row.context), target.place
             if place >= len(inputs):

@@ -4,7 +4,8 @@ Axes: B rows, S context, T new tokens, N targets.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,20 +14,27 @@ from deconstruct.evaluate.rows import Row
 
 # What a batch costs beside its tokens: all weights are read, however few rows there are.
 BATCH_TOKENS = 128
-_CHOICES = 8  # targets beside one for each new token: the first of each continuation
+_CHOICES = 8  # continuations of one token each add a target without a token
 
 
 class Shape(NamedTuple):
-    """Sizes of a batch: rows, and for each row its context, new tokens and targets."""
+    """Sizes of a batch: rows, and for each row its context, new tokens and further targets.
+
+    Each token may predict a target; `further` are those that a token predicts beside its first.
+    """
 
     num_rows: int
     context: int
     new: int
-    targets: int
+    further: int
 
     @property
     def row_tokens(self) -> int:
         return self.context + self.new
+
+    @property
+    def targets(self) -> int:
+        return self.row_tokens + self.further
 
     def holds(self, row: "Shape") -> bool:
         return all(size <= most for size, most in zip(row[1:], self[1:], strict=True))
@@ -79,29 +87,15 @@ class Limits:
 def plan(rows: Sequence[Row], limits: Limits, compiled: Collection[Shape]) -> list[Batch]:
     """All rows in batches, the largest shapes first, so that memory fails at once or never.
 
-    A shape of its own is made for some rows only where it saves more than its compilation costs;
+    Rows of different sizes share a shape unless one more saves more than its compilation costs;
     those of `compiled` cost none.
     """
     sizes: dict[Shape, list[Row]] = {}
     for row in rows:
         sizes.setdefault(_size(row, limits.max_len), []).append(row)
-    groups = {**{shape: [] for shape in compiled}, **sizes}
-
-    def cost(shape: Shape, num_rows: int) -> int:
-        return _with_rows(shape, num_rows, limits).cost(num_rows)
-
-    for size in sorted(sizes, key=lambda s: (s.row_tokens, s)):
-        own, others = groups[size], [s for s in groups if s != size and s.holds(size)]
-        if not others:
-            continue
-        added = {s: cost(s, len(groups[s]) + len(own)) - cost(s, len(groups[s])) for s in others}
-        best = min(others, key=lambda s: (added[s], s))
-        saved = added[best] - cost(size, len(own))
-        if saved < (
-            0 if _with_rows(size, len(own), limits) in compiled else limits.compilation_tokens
-        ):
-            groups[best] = groups[best] + groups.pop(size)
-    shapes = {_with_rows(size, len(own), limits): own for size, own in groups.items() if own}
+    shapes: dict[Shape, list[Row]] = {}
+    for size, own in _join(sizes, limits, compiled).items():
+        shapes.setdefault(_best(size, len(own), limits, compiled).shape, []).extend(own)
     return [
         Batch(shape, shapes[shape][first : first + shape.num_rows])
         for shape in sorted(shapes, key=lambda s: (s.row_tokens, s), reverse=True)
@@ -140,33 +134,64 @@ def fill(batch: Batch) -> Arrays:
     return arrays
 
 
+class _Choice(NamedTuple):
+    cost: int
+    shape: Shape
+
+
+def _best(size: Shape, num_rows: int, limits: Limits, compiled: Collection[Shape]) -> _Choice:
+    """The cheapest shape for so many rows of a size, and its cost with its compilation."""
+    own = _with_rows(size, num_rows, limits)
+    new = _Choice(own.cost(num_rows) + limits.compilation_tokens, own)
+    ready = [_Choice(s.cost(num_rows), s) for s in compiled if s.holds(size)]
+    return min([new, *ready])
+
+
+def _join(
+    sizes: Mapping[Shape, list[Row]], limits: Limits, compiled: Collection[Shape]
+) -> dict[Shape, list[Row]]:
+    """Puts two sizes together as long as that saves something, the most saving pair first."""
+    groups = dict(sizes)
+    costs = {s: _best(s, len(own), limits, compiled).cost for s, own in groups.items()}
+
+    def saving(a: Shape, b: Shape) -> int:
+        joint = _best(_holding(a, b), len(groups[a]) + len(groups[b]), limits, compiled)
+        return costs[a] + costs[b] - joint.cost
+
+    savings = {pair: saving(*pair) for pair in itertools.combinations(groups, 2)}
+    while savings:
+        a, b = pair = max(savings, key=savings.get)
+        if savings[pair] <= 0:
+            break
+        joint = _holding(a, b)
+        own = [row for size in dict.fromkeys((joint, a, b)) for row in groups.pop(size, ())]
+        savings = {p: saved for p, saved in savings.items() if not {a, b, joint} & {*p}}
+        groups[joint] = own
+        costs[joint] = _best(joint, len(own), limits, compiled).cost
+        savings |= {(s, joint): saving(s, joint) for s in groups if s != joint}
+    return groups
+
+
+def _holding(a: Shape, b: Shape) -> Shape:
+    return Shape(*map(max, a, b))
+
+
 def _size(row: Row, max_len: int) -> Shape:
     """The least shape that holds the row, its number of rows still open (0)."""
     context, new = min(_round_up(len(row.context)), max_len), _round_up(len(row.new))
-    targets = len(row.targets)
-    if new:
-        targets = new + _CHOICES * -(-max(targets - len(row.new), 1) // _CHOICES)
-    else:
-        targets = _CHOICES if targets <= _CHOICES else max(context, _round_up(targets))
-    return Shape(0, context, new, targets)
+    further = max(len(row.targets) - context - new, 0)
+    return Shape(0, context, new, -(-further // _CHOICES) * _CHOICES)
 
 
 def _with_rows(size: Shape, num_rows: int, limits: Limits) -> Shape:
-    """With a batch's number of rows: a power of 2 times the shards, no more than needed.
-
-    One that has been compiled has its number.
-    """
-    if size.num_rows:
-        return size
+    """With a batch's number of rows: a multiple of the shards that leaves few rows over."""
     most = max(limits.batch_tokens // size.row_tokens // limits.shards, 1)
     needed = -(-num_rows // limits.shards)
-    rows = min(1 << (most.bit_length() - 1), 1 << (needed - 1).bit_length())
-    return size._replace(num_rows=limits.shards * rows)
+    num_batches = -(-needed // most)
+    return size._replace(num_rows=limits.shards * -(-needed // num_batches))
 
 
 def _round_up(size: int) -> int:
-    """The next of 0, 16, 24, 32, 48, 64, 96, 128, ...: at most half as much again."""
-    if size == 0:
-        return 0
-    power = 1 << max((size - 1).bit_length(), 4)
-    return power * 3 // 4 if power > 16 and size <= power * 3 // 4 else power
+    """The next of 0, 8, 16, ..., 64, 80, 96, 112, 128, 160, ...: a quarter more at most, or 8."""
+    step = max(8, 1 << max(size - 1, 1).bit_length() >> 3)
+    return -(-size // step) * step

@@ -9,7 +9,7 @@ kind, unless `lead` asks for it as in training.
 A context that is too long loses its left end. A continuation that is longer than all a model reads
 at once, which the harness refuses, is scored in windows after the context's last token.
 
-What several continuations share, a row reads once.
+What several continuations share, their context and how they begin, a row reads once.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ class Target(NamedTuple):
     """A token that is scored.
 
     Attributes:
-      request: the request that it counts for.
+      requests: those that it counts for.
       place: the input that predicts it: of the context, or the context's length and on for `new`.
       id: the token.
     """
 
-    request: int
+    requests: tuple[int, ...]
     place: int
     id: int
 
@@ -122,25 +122,33 @@ def _pairs_of_ids(
 
 
 def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]]) -> Row:
-    """One continuation is read with its context, several as branches of it."""
-    row = Row(context)
-    if len(continuations) == 1:
-        ((request, ids),) = continuations
-        row.context = context + ids[:-1].tolist()
-        first = len(context) - 1
-        row.targets = [Target(request, first + i, int(id)) for i, id in enumerate(ids)]
-        return row
-    for branch, (request, ids) in enumerate(continuations):
-        places = [
-            len(context) - 1,
-            *range(len(context) + len(row.new), len(context) + len(row.new) + len(ids) - 1),
-        ]
+    """What all begin with is read behind the context; where they part, each is a branch of it."""
+    beginning = _common_beginning([ids for _, ids in continuations])
+    rests = [(r, ids[len(beginning) :].tolist()) for r, ids in continuations]
+    rests = [(request, rest) for request, rest in rests if rest]
+    row = Row(context + beginning)
+    everyone = tuple(request for request, _ in continuations)
+    first = len(context) - 1
+    row.targets = [Target(everyone, first + i, id) for i, id in enumerate(beginning)]
+    last = len(row.context) - 1
+    if not rests:
+        row.context.pop()  # no continuation goes on: the last token is scored, and read by none
+    for branch, (request, rest) in enumerate(rests):
+        places = [last, *range(last + 1 + len(row.new), last + len(row.new) + len(rest))]
         row.targets += [
-            Target(request, place, int(id)) for place, id in zip(places, ids, strict=True)
+            Target((request,), place, id) for place, id in zip(places, rest, strict=True)
         ]
-        row.new += ids[:-1].tolist()
-        row.branches += [branch] * (len(ids) - 1)
+        row.new += rest[:-1]
+        row.branches += [branch] * (len(rest) - 1)
+    if len(rests) == 1:  # the others end where it goes on
+        row.context, row.new, row.branches = row.context + row.new, [], []
     return row
+
+
+def _common_beginning(continuations: Sequence[np.ndarray]) -> list[int]:
+    shortest = min(map(len, continuations))
+    alike = np.all([ids[:shortest] == continuations[0][:shortest] for ids in continuations], axis=0)
+    return continuations[0][: shortest if alike.all() else int(np.argmin(alike))].tolist()
 
 
 def _windows(request: int, ids: np.ndarray, before: int, max_len: int) -> Iterator[Row]:
@@ -153,5 +161,5 @@ def _windows(request: int, ids: np.ndarray, before: int, max_len: int) -> Iterat
     for begin in range(0, len(ids), max_len):
         end = min(begin + max_len, len(ids))
         first = 0 if begin == 0 else end - max_len
-        targets = [Target(request, place - first, led[place + 1]) for place in range(begin, end)]
+        targets = [Target((request,), place - first, led[place + 1]) for place in range(begin, end)]
         yield Row(led[first:end], targets=targets)
