@@ -132,6 +132,27 @@ def test_continuations_of_one_context_share_its_row(tokenizer):
     assert len(shared.new) == sum(len(ids_of(tokenizer, choice)) - 1 for choice in choices)
 
 
+@pytest.mark.parametrize(
+    "choices, context, new",
+    [
+        ([" cat sat on", " cat sat a mat"], " cat sat", 1),  # they part, and one goes on
+        ([" cat sat on a mat", " cat sat"], " cat sat on a", 0),  # one ends where the other goes on
+        ([" cat sat", " cat sat a mat", " cat sat on a"], " cat sat", 2),
+        ([" cat", " cat"], "", 0),
+        ([" cat", " mat"], "", 0),
+    ],
+)
+def test_how_continuations_begin_is_read_once(tokenizer, choices, context, new):
+    requests = [Pair("the cat", choice) for choice in choices]
+    encoded = rows.encode(tokenizer, requests, 64)
+    (row,) = encoded.rows
+    assert row.context == ids_of(tokenizer, "the cat" + context) and len(row.new) == new
+    assert len(row.targets) == len({(t.place, t.id) for t in row.targets})
+    for place, choice in enumerate(choices):
+        before, target = ids_of(tokenizer, "the cat"), ids_of(tokenizer, choice)
+        assert scored(encoded, place) == expected(before, target, 64)
+
+
 def test_contexts_that_are_cut_differently_are_not_shared(tokenizer):
     context = "the" + " the" * 9
     requests = [Pair(context, " cat"), Pair(context, " cat sat")]
