@@ -149,16 +149,6 @@ def test_shapes_are_compiled_once(model):
     assert scorer._score._cache_size() == len(scorer.shapes) <= 3
 
 
-@pytest.mark.parametrize("batch_tokens", [100, 4096])
-def test_what_was_scored_before_does_not_matter(model, batch_tokens):
-    """Lists of other lengths and sizes leave shapes behind, which later rows share."""
-    scorer = make_scorer(model, batch_tokens=batch_tokens)
-    for seed, size in [(0, 17), (1, 3), (2, 17), (1, 17), (3, 1), (0, 17)]:
-        requests = make_requests(seed)[:size]
-        fresh = make_scorer(model, batch_tokens=batch_tokens).score(requests)
-        assert_same(scorer.score(requests).answers, fresh.answers)
-
-
 def test_progress_counts_rows(model):
     seen = []
     make_scorer(model, batch_tokens=64).score(make_requests(), lambda *rows: seen.append(rows))
