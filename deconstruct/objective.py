@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     ids: int
 
 
-# On a CPU they stay in a core's cache while their maximum and their sum are taken. What an
-# accelerator takes at once fills it, and none waits for the one before.
+# On a CPU they stay in a core's cache while their maximum and their sum are taken (measured). An
+# accelerator is given as much as fills it (not measured).
 TILE_ON_CPU = Tile(256, 2048)
 TILE_ON_ACCELERATORS = Tile(1024, 1 << 16)
 
