@@ -43,9 +43,9 @@ class Stop:
         Raises:
           ValueError: `what`, where a signal has come already.
         """
-        self._line, self._held = f"error: {what}", False
-        if self.asked:
+        if self.asked:  # by now `_watch` may still be about to read of that signal: held it stays
             raise ValueError(what.format(signal=self.asked))
+        self._line, self._held = f"error: {what}", False
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():

@@ -264,6 +264,28 @@ def test_a_signal_in_the_last_save_is_heeded_after_it(config_file, tmp_path, mon
     assert checkpoint.restore_weights(tmp_path / "run").metadata.step == 1
 
 
+def test_a_signal_that_was_heeded_does_not_end_the_process_as_well(monkeypatch):
+    """The watching thread may read of it late, when all is saved and the error is on its way."""
+    read, released, ends = os.read, threading.Event(), queue.SimpleQueue()
+
+    def read_late(*args):
+        byte = read(*args)
+        released.wait()
+        ends.put("read")
+        return byte
+
+    monkeypatch.setattr(stopping.os, "read", read_late)
+    monkeypatch.setattr(stopping.os, "_exit", ends.put)
+    with stopping.Stop() as stop:
+        stop.hold()
+        terminate_self()
+        with pytest.raises(ValueError, match="saved after SIGTERM"):
+            stop.release("saved after {signal}")
+        released.set()
+    found = [ends.get(timeout=10), ends.get(timeout=10)]  # the signal's byte, the pipe's end
+    assert found == ["read", "read"]
+
+
 def test_the_handler_before_comes_back_and_other_threads_set_none():
     before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     with stopping.Stop() as stop:
