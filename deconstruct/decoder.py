@@ -203,6 +203,13 @@ def _arange(length: int) -> jax.Array:
     return jnp.arange(length, dtype=jnp.int32)[None, :]
 
 
+def _positions_in_runs(ids_BT: jax.Array) -> jax.Array:
+    """Position of each token in its run of equal ids, (B, T) int32."""
+    places_BT = jax.lax.broadcasted_iota(jnp.int32, ids_BT.shape, 1)
+    is_first_BT = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)))
+    return places_BT - jax.lax.cummax(jnp.where(is_first_BT, places_BT, 0), axis=1)
+
+
 def _context(layer, positions_BT, segments_BT, embeddings_BTD, stream_LD) -> MixerContext:
     """The context of one layer: only what its mixer declares that it reads."""
     return MixerContext(
@@ -288,18 +295,18 @@ def hidden(
       params: unboxed, either layout.
       fixed: from `init_fixed`.
       tokens_BT: token ids below vocab_size.
-      positions_BT: position of each token in its document; read only with `segments_BT`.
+      positions_BT: position of each token in its document; None counts the runs of `segments_BT`.
       segments_BT: document of each token, or None: the row is one document.
       stream_states: what `streams` gave, if the caller has it already.
 
     Raises:
-      ValueError: a row longer than a fixed stream; segments without positions.
+      ValueError: a row longer than a fixed stream.
     """
     length = tokens_BT.shape[1]
     if segments_BT is None:
         positions_BT = _arange(length)
     elif positions_BT is None:
-        raise ValueError("isolated documents need positions_BT beside segments_BT")
+        positions_BT = _positions_in_runs(segments_BT)
     if stream_states is None:
         stream_states = streams(spec, params, fixed, length, compute)
     embeddings_BTD = sharding.constrain_batch(_embedder(spec, params, compute)(tokens_BT))
@@ -317,47 +324,52 @@ def branches(
     params: Params,
     fixed,
     context_BS: jax.Array,
-    lengths_B: jax.Array,
+    documents_BS: jax.Array,
     tokens_BT: jax.Array,
     branches_BT: jax.Array,
+    follows_BT: jax.Array,
     *,
     compute: Compute = Compute(),
 ) -> tuple[jax.Array, jax.Array]:
     """Final hidden states of contexts and of several continuations of each: (B, S, D), (B, T, D).
 
-    The contexts are read once, whatever the number of their continuations. Equal to `hidden` of
-    each context and continuation by themselves, up to rounding.
+    The contexts are read once, whatever the number of their continuations, and a row may hold
+    several of them. Equal to `hidden` of each context and continuation by themselves, up to
+    rounding.
 
     Args:
       spec, params, fixed, compute: as for `hidden`.
-      context_BS: token ids; what is right of a row's length is read by nobody.
-      lengths_B: tokens of each context, at least 1.
+      context_BS: token ids.
+      documents_BS: which context of its row a token belongs to; a context is a run of an id that
+        the row has once.
       tokens_BT: a row's continuations, one behind the other.
-      branches_BT: which continuation each token belongs to; a continuation is a run of equal ids.
+      branches_BT: which continuation each token belongs to; a continuation is a run of an id that
+        the row has once.
+      follows_BT: the id of the context that each token follows.
 
     Raises:
       ValueError: more tokens than a fixed stream has positions.
     """
-    length, new_1T = context_BS.shape[1], _arange(tokens_BT.shape[1])
-    first = jnp.concatenate(
-        [jnp.ones_like(branches_BT[:, :1], bool), branches_BT[:, 1:] != branches_BT[:, :-1]], axis=1
-    )
-    begun_BT = jax.lax.cummax(jnp.where(first, new_1T, 0), axis=1)
-    positions_BT = lengths_B[:, None] + new_1T - begun_BT
+    length = context_BS.shape[1]
+    past_BTS = follows_BT[:, :, None] == documents_BS[:, None, :]
+    positions_BS = _positions_in_runs(documents_BS)
+    positions_BT = jnp.sum(past_BTS, axis=2, dtype=jnp.int32)
+    positions_BT += _positions_in_runs(branches_BT)
     longest = max(length, min(spec.max_len, length + tokens_BT.shape[1]))
     stream_states = streams(spec, params, fixed, longest, compute)
     embed = _embedder(spec, params, compute)
     context_BSD, tokens_BTD = embed(context_BS), embed(tokens_BT)
-    past_BS = _arange(length) < lengths_B[:, None]
 
     def step(carry, layer, layer_params, stream_LD, scanned):
         x_BSD, x_BTD = carry
-        own = _context(layer, _arange(length), None, context_BSD, stream_LD)
+        own = _context(layer, positions_BS, documents_BS, context_BSD, stream_LD)
         then = _context(layer, positions_BT, branches_BT, tokens_BTD, stream_LD)
         block = Block(spec, layer, compute.dtype)
         variables = {"params": layer_params}
         past = block.apply(variables, x_BSD, own, method="remember")
-        x_BTD = block.apply(variables, x_BTD, past, then.replace(past_BS=past_BS), method="extend")
+        x_BTD = block.apply(
+            variables, x_BTD, past, then.replace(past_BTS=past_BTS), method="extend"
+        )
         return (block.apply(variables, x_BSD, own), x_BTD), None
 
     hiddens, _ = _run_layers(spec, params, (context_BSD, tokens_BTD), stream_states, step)

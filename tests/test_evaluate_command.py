@@ -163,7 +163,7 @@ class CountingScorer:
 
     def score(self, requests, on_rows, max_len=None):
         self.asked.append([request[-1] for request in requests])
-        self.shapes[len(self.shapes), 16, 0, 8] = None
+        self.shapes[len(self.shapes), 16, 0, 8, True] = None
         return Scores([Answer(-float(len(r[-1])), False) for r in requests], 0, 1)
 
 

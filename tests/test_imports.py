@@ -36,8 +36,8 @@ EDGES = {
     },
     "trained": {"checkpoint", "decoder", "mixers", "sharding", "spec", "tokenizer"},
     "evaluate": {
-        "generate",
-        "decoder", "entry", "host_memory", "objective", "sharding", "spec", "tokenizer", "trained",
+        "decoder", "entry", "flops", "generate", "host_memory", "objective", "sharding", "spec",
+        "tokenizer", "trained",
     },
     "generate": {"decoder", "entry", "trained"},
     "setup": {

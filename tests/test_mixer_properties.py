@@ -207,29 +207,35 @@ def test_cache_bytes_are_those_of_the_cache(name):
 @BY_NAME
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_branches_equal_each_continuation_by_itself(name, scan):
-    """Contexts of several lengths, each with continuations of several, padded on the right."""
+    """Contexts of several lengths, some side by side, each with continuations of several."""
     plan = "uniform" if name == "standard" else "even"
     spec = make_spec(name, plan, num_layers=4, max_len=40)
     params, fixed = make_params(spec), make_fixed(spec)
     in_memory = layouts.stack_layers(spec, params) if scan else params
-    lengths, continuations = (1, 9, 20), ((3, 1, 7), (11,), (4, 4))
+    rows = [[(1, (3, 1, 7))], [(9, (11,))], [(12, (4,)), (3, (2, 2)), (8, (1, 3))]]
     rng = np.random.default_rng(0)
     context_BS = rng.integers(0, spec.vocab_size, (3, 24)).astype(np.int32)
     tokens_BT = rng.integers(0, spec.vocab_size, (3, 13)).astype(np.int32)
+    documents_BS, follows_BT = np.zeros((3, 24), np.int32), np.zeros((3, 13), np.int32)
     branches_BT = np.full((3, 13), 9, np.int32)  # what is left over is one more branch
-    for row, own in enumerate(continuations):
-        branches_BT[row, : sum(own)] = np.repeat(np.arange(len(own)), own)
+    cases = []
+    for b, row in enumerate(rows):
+        s = t = branch = 0
+        for document, (length, continuations) in enumerate(row, start=1):
+            documents_BS[b, s : s + length] = document
+            for size in continuations:
+                branches_BT[b, t : t + size], follows_BT[b, t : t + size] = branch, document
+                cases.append((b, slice(s, s + length), slice(t, t + size)))
+                t, branch = t + size, branch + 1
+            s += length
     contexts_BSD, new_BTD = jax.jit(
         lambda params, *given: decoder.branches(spec, params, fixed, *given)
-    )(in_memory, context_BS, np.array(lengths), tokens_BT, branches_BT)
+    )(in_memory, context_BS, documents_BS, tokens_BT, branches_BT, follows_BT)
     alone = jax.jit(lambda tokens_BT: decoder.hidden(spec, params, fixed, tokens_BT))
-    for row, (length, own) in enumerate(zip(lengths, continuations, strict=True)):
-        begin = 0
-        for size in own:
-            tokens = np.zeros((1, 40), np.int32)
-            tokens[0, :length] = context_BS[row, :length]
-            tokens[0, length : length + size] = tokens_BT[row, begin : begin + size]
-            expected = alone(tokens)[0]
-            assert_close(contexts_BSD[row, :length], expected[:length])
-            assert_close(new_BTD[row, begin : begin + size], expected[length : length + size])
-            begin += size
+    for b, context, new in cases:
+        tokens, length = np.zeros((1, 40), np.int32), context.stop - context.start
+        end = length + new.stop - new.start
+        tokens[0, :length], tokens[0, length:end] = context_BS[b, context], tokens_BT[b, new]
+        expected = alone(tokens)[0]
+        assert_close(contexts_BSD[b, context], expected[:length])
+        assert_close(new_BTD[b, new], expected[length:end])

@@ -1,69 +1,67 @@
 """Rows to batches of few shapes: padding costs time, and so does compiling another shape.
 
-Axes: B rows, S context, T new tokens, N targets.
+A line of a batch holds several rows side by side, of which none sees another: as many as there is
+room for.
+
+Axes: B lines, S context, T new tokens, N targets.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from deconstruct.evaluate.rows import Row
 
-# What a batch costs beside its tokens: all weights are read, however few rows there are.
-BATCH_TOKENS = 128
-_CHOICES = 8  # continuations of one token each add a target without a token
+_SHORTEST = 64  # tokens of context in the narrowest lines
+_STEPS = 4  # the room for new tokens is a multiple of the context's by so many
+_FULL = 0.95  # of the room, what rows take up; 0.93 to 0.98 on the paper's tasks
 
 
 class Shape(NamedTuple):
-    """Sizes of a batch: rows, and for each row its context, new tokens and further targets.
+    """Sizes of a batch: lines, and for each the room for contexts, new tokens and targets.
 
-    Each token may predict a target; `further` are those that a token predicts beside its first.
+    `packed` says whether a line may hold new tokens, or more than one row.
     """
 
-    num_rows: int
+    num_lines: int
     context: int
     new: int
-    further: int
+    targets: int
+    packed: bool
 
     @property
-    def row_tokens(self) -> int:
+    def line_tokens(self) -> int:
         return self.context + self.new
-
-    @property
-    def targets(self) -> int:
-        return self.row_tokens + self.further
-
-    def holds(self, row: "Shape") -> bool:
-        return all(size <= most for size, most in zip(row[1:], self[1:], strict=True))
-
-    def cost(self, num_rows: int) -> int:
-        """What so many rows take, in tokens, padding included."""
-        num_batches = -(-num_rows // self.num_rows)
-        return num_batches * (self.num_rows * self.row_tokens + BATCH_TOKENS)
 
 
 class Batch(NamedTuple):
     shape: Shape
-    rows: Sequence[Row]
+    lines: Sequence[Sequence[Row]]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for line in self.lines for row in line]
 
 
 class Arrays(NamedTuple):
-    """A batch as the device takes it; rows and places that are left over hold zeros.
+    """A batch as the device takes it; what is left over at the right holds zeros.
 
     Attributes:
-      lengths_B: tokens of each context.
-      branches_BT: which continuation a new token belongs to.
+      documents_BS: which row of its line a token belongs to, from 1; None where lines are not
+        packed.
+      branches_BT: which continuation of its line a new token belongs to; -1 for none.
+      follows_BT: the row whose context a new token follows.
       places_BN: which input predicts a target: of S, then of T.
       wanted_BN: whether there is one.
     """
 
     context_BS: np.ndarray
-    lengths_B: np.ndarray
+    documents_BS: np.ndarray | None
     new_BT: np.ndarray
     branches_BT: np.ndarray
+    follows_BT: np.ndarray
     places_BN: np.ndarray
     targets_BN: np.ndarray
     wanted_BN: np.ndarray
@@ -74,124 +72,171 @@ class Limits:
     """Attributes:
     max_len: the largest context.
     batch_tokens: about how many tokens a batch holds at most.
-    shards: what the number of rows must be a multiple of.
-    compilation_tokens: what compiling a shape costs, in tokens that could be read instead.
+    shards: what the number of lines must be a multiple of.
+    line_flops: what a line of so many tokens takes.
+    compilation_flops: what compiling a shape takes.
     """
 
     max_len: int
     batch_tokens: int
     shards: int
-    compilation_tokens: int
+    line_flops: Callable[[int], float]
+    compilation_flops: float
 
 
 def plan(rows: Sequence[Row], limits: Limits, compiled: Collection[Shape]) -> list[Batch]:
     """All rows in batches, the largest shapes first, so that memory fails at once or never.
 
-    Rows of different sizes share a shape unless one more saves more than its compilation costs;
-    those of `compiled` cost none.
+    Rows of different sizes share a shape unless one more saves more than its compilation takes;
+    those of `compiled` take none.
     """
-    sizes: dict[Shape, list[Row]] = {}
-    for row in rows:
-        sizes.setdefault(_size(row, limits.max_len), []).append(row)
-    shapes: dict[Shape, list[Row]] = {}
-    for size, own in _join(sizes, limits, compiled).items():
-        shapes.setdefault(_best(size, len(own), limits, compiled).shape, []).extend(own)
+    sizes_R3 = np.array([(len(r.context), len(r.new), len(r.targets)) for r in rows]).reshape(-1, 3)
+    lines_of: dict[Shape, list[list[Row]]] = {}
+    for shape, own in _groups(sizes_R3, limits, compiled):
+        lines = _pack(sizes_R3[own], np.array(shape[1:4]))
+        lines_of.setdefault(shape, []).extend([[rows[own[r]] for r in line] for line in lines])
     return [
-        Batch(shape, shapes[shape][first : first + shape.num_rows])
-        for shape in sorted(shapes, key=lambda s: (s.row_tokens, s), reverse=True)
-        for first in range(0, len(shapes[shape]), shape.num_rows)
+        Batch(shape, lines_of[shape][first : first + shape.num_lines])
+        for shape in sorted(lines_of, key=lambda shape: (shape.line_tokens, shape), reverse=True)
+        for first in range(0, len(lines_of[shape]), shape.num_lines)
     ]
 
 
 def fill(batch: Batch) -> Arrays:
     shape = batch.shape
+    lines = [_join(line, shape.context) for line in batch.lines]
 
-    def zeros(*sizes: int) -> np.ndarray:
-        return np.zeros((shape.num_rows, *sizes), np.int32)
+    def padded(name: str, size: int, padding: int = 0) -> np.ndarray:
+        array = np.full((shape.num_lines, size), padding, np.int32)
+        for b, line in enumerate(lines):
+            values = getattr(line, name)
+            array[b, : len(values)] = values
+        return array
 
-    new, targets = (shape.new,), (shape.targets,)
-    arrays = Arrays(
-        zeros(shape.context),
-        zeros() + 1,
-        zeros(*new),
-        zeros(*new),
-        zeros(*targets),
-        zeros(*targets),
-        zeros(*targets).astype(bool),
+    return Arrays(
+        padded("context", shape.context),
+        padded("documents", shape.context) if shape.packed else None,
+        padded("new", shape.new),
+        padded("branches", shape.new, padding=-1),
+        padded("follows", shape.new),
+        padded("places", shape.targets),
+        padded("targets", shape.targets),
+        padded("wanted", shape.targets).astype(bool),
     )
-    for b, row in enumerate(batch.rows):
-        length = len(row.context)
-        arrays.context_BS[b, :length] = row.context
-        arrays.lengths_B[b] = length
-        arrays.new_BT[b, : len(row.new)] = row.new
-        arrays.branches_BT[b] = len(row.new)  # left-over places are a branch of their own
-        arrays.branches_BT[b, : len(row.new)] = row.branches
-        for n, target in enumerate(row.targets):
-            beyond = target.place - length  # new tokens come behind the context's padding
-            arrays.places_BN[b, n] = target.place if beyond < 0 else shape.context + beyond
-            arrays.targets_BN[b, n] = target.id
-            arrays.wanted_BN[b, n] = True
-    return arrays
 
 
-class _Choice(NamedTuple):
-    cost: int
-    shape: Shape
+@dataclasses.dataclass
+class _Line:
+    """The rows of a line, joined, as `Arrays` has them."""
+
+    context: list[int] = dataclasses.field(default_factory=list)
+    documents: list[int] = dataclasses.field(default_factory=list)
+    new: list[int] = dataclasses.field(default_factory=list)
+    branches: list[int] = dataclasses.field(default_factory=list)
+    follows: list[int] = dataclasses.field(default_factory=list)
+    places: list[int] = dataclasses.field(default_factory=list)
+    targets: list[int] = dataclasses.field(default_factory=list)
+    wanted: list[bool] = dataclasses.field(default_factory=list)
 
 
-def _best(size: Shape, num_rows: int, limits: Limits, compiled: Collection[Shape]) -> _Choice:
-    """The cheapest shape for so many rows of a size, and its cost with its compilation."""
-    own = _with_rows(size, num_rows, limits)
-    new = _Choice(own.cost(num_rows) + limits.compilation_tokens, own)
-    ready = [_Choice(s.cost(num_rows), s) for s in compiled if s.holds(size)]
-    return min([new, *ready])
+def _join(rows: Iterable[Row], room: int) -> _Line:
+    line = _Line()
+    for document, row in enumerate(rows, start=1):
+        branch = max(line.branches, default=-1) + 1
+        to_context, to_new = len(line.context), room + len(line.new) - len(row.context)
+        for target in row.targets:
+            is_in_context = target.place < len(row.context)
+            line.places.append(target.place + (to_context if is_in_context else to_new))
+            line.targets.append(target.id)
+            line.wanted.append(True)
+        line.context += row.context
+        line.documents += [document] * len(row.context)
+        line.new += row.new
+        line.branches += [branch + own for own in row.branches]
+        line.follows += [document] * len(row.new)
+    return line
 
 
-def _join(
-    sizes: Mapping[Shape, list[Row]], limits: Limits, compiled: Collection[Shape]
-) -> dict[Shape, list[Row]]:
-    """Puts two sizes together as long as that saves something, the most saving pair first."""
-    groups = dict(sizes)
-    costs = {s: _best(s, len(own), limits, compiled).cost for s, own in groups.items()}
-
-    def saving(a: Shape, b: Shape) -> int:
-        joint = _best(_holding(a, b), len(groups[a]) + len(groups[b]), limits, compiled)
-        return costs[a] + costs[b] - joint.cost
-
-    savings = {pair: saving(*pair) for pair in itertools.combinations(groups, 2)}
-    while savings:
-        a, b = pair = max(savings, key=savings.get)
-        if savings[pair] <= 0:
-            break
-        joint = _holding(a, b)
-        own = [row for size in dict.fromkeys((joint, a, b)) for row in groups.pop(size, ())]
-        savings = {p: saved for p, saved in savings.items() if not {a, b, joint} & {*p}}
-        groups[joint] = own
-        costs[joint] = _best(joint, len(own), limits, compiled).cost
-        savings |= {(s, joint): saving(s, joint) for s in groups if s != joint}
-    return groups
-
-
-def _holding(a: Shape, b: Shape) -> Shape:
-    return Shape(*map(max, a, b))
+def _groups(
+    sizes_R3: np.ndarray, limits: Limits, compiled: Collection[Shape]
+) -> Iterator[tuple[Shape, np.ndarray]]:
+    """The cheapest way to give rows of like sizes a shape: (shape, numbers of its rows)."""
+    widths = [_SHORTEST << i for i in range(20) if _SHORTEST << i < limits.max_len]
+    widths.append(limits.max_len)
+    longest_R = np.minimum(np.max(sizes_R3[:, :2], axis=1, initial=1), limits.max_len)
+    class_R = np.searchsorted(widths, longest_R)
+    least_costs, ways = [0.0], [[]]  # of the classes before a number
+    for end in range(1, len(widths) + 1):
+        choices = []
+        for begin in reversed(range(end)):  # the narrowest first: of equal costs it is taken
+            own = np.flatnonzero((begin <= class_R) & (class_R < end))
+            if len(own) == 0:
+                choices.append((least_costs[begin], ways[begin]))
+                continue
+            cost, shape = _best(sizes_R3[own], widths[end - 1], limits, compiled)
+            choices.append((least_costs[begin] + cost, [*ways[begin], (shape, own)]))
+        cost, way = min(choices, key=lambda choice: choice[0])
+        least_costs.append(cost)
+        ways.append(way)
+    return iter(ways[-1])
 
 
-def _size(row: Row, max_len: int) -> Shape:
-    """The least shape that holds the row, its number of rows still open (0)."""
-    context, new = min(_round_up(len(row.context)), max_len), _round_up(len(row.new))
-    further = max(len(row.targets) - context - new, 0)
-    return Shape(0, context, new, -(-further // _CHOICES) * _CHOICES)
+def _best(
+    sizes_R3: np.ndarray, width: int, limits: Limits, compiled: Collection[Shape]
+) -> tuple[float, Shape]:
+    """(FLOPs, shape) of the cheapest shape for rows whose contexts are `width` long at most."""
+    most_3 = sizes_R3.max(axis=0)
+    step = -(-width // _STEPS)
+    least = -(-most_3[1] // step)
+    rooms = [
+        np.array([width, new * step, max(width + new * step, -(-most_3[2] // 64) * 64)])
+        for new in range(least, max(least, 2 * _STEPS) + 1)
+    ]
+    choices = []
+    for room_3 in rooms:
+        is_alone = most_3[1] == 0 and np.all(2 * sizes_R3[:, 0] > width)
+        num_lines = _lines_of_batch(room_3, _least_lines(sizes_R3, room_3), limits)
+        choices.append(Shape(num_lines, *room_3.tolist(), packed=not is_alone))
+    choices += [
+        shape
+        for shape in compiled
+        if np.all(most_3 <= shape[1:4])
+        and (shape.packed or (most_3[1] == 0 and np.all(2 * sizes_R3[:, 0] > shape.context)))
+    ]
+
+    def cost(shape: Shape) -> float:
+        num_lines = _least_lines(sizes_R3, np.array(shape[1:4]))
+        num_batches = -(-num_lines // shape.num_lines)
+        reading = num_batches * shape.num_lines * limits.line_flops(shape.line_tokens)
+        return reading + (0 if shape in compiled else limits.compilation_flops)
+
+    return min((cost(shape), shape) for shape in choices)
 
 
-def _with_rows(size: Shape, num_rows: int, limits: Limits) -> Shape:
-    """With a batch's number of rows: a multiple of the shards that leaves few rows over."""
-    most = max(limits.batch_tokens // size.row_tokens // limits.shards, 1)
-    needed = -(-num_rows // limits.shards)
-    num_batches = -(-needed // most)
-    return size._replace(num_rows=limits.shards * -(-needed // num_batches))
+def _least_lines(sizes_R3: np.ndarray, room_3: np.ndarray) -> int:
+    """About how many lines with so much room the rows need."""
+    full = np.max(sizes_R3.sum(axis=0) / np.maximum(room_3, 1)) / _FULL
+    alone = int(np.sum(np.any(2 * sizes_R3 > room_3, axis=1)))
+    return max(int(np.ceil(full)), alone, 1)
 
 
-def _round_up(size: int) -> int:
-    """The next of 0, 8, 16, ..., 64, 80, 96, 112, 128, 160, ...: a quarter more at most, or 8."""
-    step = max(8, 1 << max(size - 1, 1).bit_length() >> 3)
-    return -(-size // step) * step
+def _lines_of_batch(room_3: np.ndarray, num_lines: int, limits: Limits) -> int:
+    """A multiple of the shards: as many as `batch_tokens` allow, or a power of two that is enough.
+
+    Fewer sizes than there are numbers of lines: what remains of a batch costs less than compiling.
+    """
+    most = max(limits.batch_tokens // int(room_3[0] + room_3[1]) // limits.shards, 1)
+    needed = 1 << (-(-num_lines // limits.shards) - 1).bit_length()
+    return limits.shards * min(most, needed)
+
+
+def _pack(sizes_R3: np.ndarray, room_3: np.ndarray) -> list[list[int]]:
+    """Lines of row numbers: each into the first line with room for it, the largest rows first."""
+    order = np.argsort(-np.max(sizes_R3 / np.maximum(room_3, 1), axis=1), kind="stable")
+    left_L3 = np.tile(room_3, (len(sizes_R3), 1))
+    lines: list[list[int]] = [[] for _ in sizes_R3]
+    for r in order:
+        line = int(np.argmax(np.all(left_L3[: len(lines)] >= sizes_R3[r], axis=1)))
+        left_L3[line] -= sizes_R3[r]
+        lines[line].append(int(r))
+    return [line for line in lines if line]

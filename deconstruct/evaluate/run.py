@@ -198,7 +198,7 @@ class _Finished:
     def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any]):
         self._results: dict[str, TaskResult] = {}
         self._path = path
-        text = json.dumps(settings, sort_keys=True)
+        text = json.dumps([settings, Shape._fields], sort_keys=True)
         self._head = json.dumps({"settings": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
         if path is None:
             return

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deconstruct import decoder, objective, sharding
+from deconstruct import decoder, flops, objective, sharding
 from deconstruct.decoder import Compute
 from deconstruct.evaluate import batching
 from deconstruct.evaluate import rows as rows_lib
@@ -29,8 +29,11 @@ from deconstruct.trained import TrainedModel
 FLOAT32 = Compute(jnp.float32)
 BATCH_TOKENS = 2048  # read at once, by all devices that share the batch; padding counts
 
-# What the arithmetic of two cores does while a shape compiles, about 1.7 s.
-COMPILATION_FLOPS = 4e11
+# Half of what the arithmetic of two cores does while a shape compiles, about 1.7 s: some processes
+# score a list once, others again and again.
+COMPILATION_FLOPS = 2e11
+# The time of a FLOP of attention's maps, in that of a FLOP of a projection (two cores, 70M).
+_MAP_SLOWNESS = 3
 
 
 class Scores(NamedTuple):
@@ -81,7 +84,6 @@ class Scorer:
             raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
         self.batch_tokens = batch_tokens
         self.shapes: dict[Shape, None] = {}
-        self._token_flops = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
 
     def of(self, params: Mapping[str, Any], fixed: Mapping[str, Any]) -> "Scorer":
@@ -112,7 +114,7 @@ class Scorer:
         encoded = rows_lib.encode(self.model.tokenizer, unique, max_len, self.lead)
         shards = sharding.batch_shards(self.mesh)
         limits = batching.Limits(
-            max_len, self.batch_tokens, shards, int(COMPILATION_FLOPS / self._token_flops)
+            max_len, self.batch_tokens, shards, self._line_flops, COMPILATION_FLOPS
         )
         sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
         batches = batching.plan(encoded.rows, limits, self.shapes)
@@ -120,8 +122,9 @@ class Scorer:
             raise RuntimeError("the batches do not hold every row once; please report this")
         for batch in batches:
             nll_BN, best_BN = self._run(batch)
-            for row, nll_N, best_N in zip(batch.rows, nll_BN, best_BN, strict=False):
-                for target, nll, best in zip(row.targets, nll_N, best_N, strict=False):
+            for line, nll_N, best_N in zip(batch.lines, nll_BN, best_BN, strict=False):
+                targets = [target for row in line for target in row.targets]
+                for target, nll, best in zip(targets, nll_N, best_N, strict=False):
                     for request in target.requests:
                         sums[request] -= nll
                         greedy[request] &= best
@@ -132,6 +135,13 @@ class Scorer:
         }
         tokens_read = sum(len(row.context) + len(row.new) for row in encoded.rows)
         return Scores([answers[r] for r in requests], encoded.num_truncated, tokens_read)
+
+    def _line_flops(self, length: int) -> int:
+        """Of the layers on a line of so many tokens, in time; the head sees targets alone."""
+        a_token, line = (flops.forward_flops(self.model.spec, 1, n) for n in (1, length))
+        projections = length * (a_token.mixers + a_token.feed_forward)
+        maps = line.mixers + line.feed_forward - projections
+        return projections + _MAP_SLOWNESS * maps
 
     def _run(self, batch: batching.Batch) -> tuple[np.ndarray, np.ndarray]:
         """(negative log-likelihoods, whether each was the likeliest), (B, N), of the targets."""
@@ -145,10 +155,17 @@ class Scorer:
 def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
     """(negative log-likelihood, whether it is the likeliest id) of each target, (B, N)."""
     if arrays.new_BT.shape[1]:
-        x_BSD, new_BTD = decoder.branches(spec, params, fixed, *arrays[:4], compute=compute)
+        x_BSD, new_BTD = decoder.branches(spec, params, fixed, *arrays[:5], compute=compute)
         x_BSD = jnp.concatenate([x_BSD, new_BTD], axis=1)
     else:
-        x_BSD = decoder.hidden(spec, params, fixed, arrays.context_BS, compute=compute)
+        x_BSD = decoder.hidden(
+            spec,
+            params,
+            fixed,
+            arrays.context_BS,
+            segments_BT=arrays.documents_BS,
+            compute=compute,
+        )
     x_BND = jnp.take_along_axis(x_BSD, arrays.places_BN[:, :, None], axis=1)
     return objective.token_scores(
         sharding.constrain_batch(x_BND),

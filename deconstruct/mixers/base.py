@@ -30,14 +30,14 @@ class MixerContext:
       segments_BT: id of the document of each token, or None where documents are not isolated.
       embeddings_BTD: the layer-0 embeddings after this layer's input norm (`static_emb_qk`).
       stream_LD: the mixer's own fixed stream as it enters this layer, after the input norm.
-      past_BS: for `extend`, which of the remembered tokens are there: (B, S) of bool.
+      past_BTS: for `extend`, which remembered tokens each token follows: (B, T, S) of bool.
     """
 
     positions_BT: jax.Array
     segments_BT: jax.Array | None = None
     embeddings_BTD: jax.Array | None = None
     stream_LD: jax.Array | None = None
-    past_BS: jax.Array | None = None
+    past_BTS: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Mixer(nn.Module):
     def extend(self, h_BTD: jax.Array, past: Any, ctx: MixerContext) -> jax.Array:
         """The output (B, T, D) for tokens that follow a remembered past.
 
-        `ctx.segments_BT` tells apart the branches, of which each follows the whole past and no
-        other branch; `ctx.positions_BT` count on from the past's.
+        `ctx.segments_BT` tells apart the branches, of which each follows its share of the past,
+        `ctx.past_BTS`, and no other branch; `ctx.positions_BT` count on from there.
         """
         raise NotImplementedError
 
@@ -197,9 +197,8 @@ class QKVMixer(Mixer):
 
     def read_past(self, scores, v_BSGK: jax.Array, h_BTD: jax.Array, ctx: MixerContext):
         """The output from scores, broadcastable to (B, H, T, S + T), of the past and the branch."""
-        length, past = h_BTD.shape[1], ctx.past_BS[:, None, None, :]
-        past = jnp.broadcast_to(past, (*past.shape[:2], length, past.shape[3]))
-        a = self.normalise(scores, jnp.concatenate([past, visible(ctx, length)], axis=-1))
+        seen = jnp.concatenate([ctx.past_BTS[:, None], visible(ctx, h_BTD.shape[1])], axis=-1)
+        a = self.normalise(scores, seen)
         v_BSHK = self.per_head(jnp.concatenate([v_BSGK, self.values(h_BTD)], axis=1))
         return self.merge(
             jnp.einsum("BHTS,BSHK->BTHK", a, v_BSHK.astype(a.dtype)).astype(self.dtype)

@@ -39,17 +39,18 @@ class FixedQK(Standard):
         return self.dot_scores(q_1LHK[0][ctx.positions_BT], k_1LGK[0][ctx.positions_BT])
 
     def remember(self, h_BSD, ctx):
-        return {"value": self.values(h_BSD)}
+        self._check_length(h_BSD.shape[1], ctx)
+        _, k_1LGK = self.stream_queries_keys(ctx)
+        k_BSGK = k_1LGK[0][ctx.positions_BT]
+        return {
+            "key": jnp.broadcast_to(k_BSGK, (len(h_BSD), *k_BSGK.shape[1:])),
+            "value": self.values(h_BSD),
+        }
 
     def extend(self, h_BTD, past, ctx):
-        past_length = past["value"].shape[1]
-        self._check_length(past_length, ctx)
         q_1LHK, k_1LGK = self.stream_queries_keys(ctx)
         q_BTHK, k_BTGK = q_1LHK[0][ctx.positions_BT], k_1LGK[0][ctx.positions_BT]
-        k_BSGK = jnp.broadcast_to(
-            k_1LGK[:, :past_length], (q_BTHK.shape[0], past_length, *k_1LGK.shape[2:])
-        )
-        scores = self.dot_scores(q_BTHK, jnp.concatenate([k_BSGK, k_BTGK], axis=1))
+        scores = self.dot_scores(q_BTHK, jnp.concatenate([past["key"], k_BTGK], axis=1))
         return self.read_past(scores, past["value"], h_BTD, ctx)
 
     def init_cache(self, batch_size, length, ctx):
