@@ -24,7 +24,11 @@ def batch_of_8(op):
     return (*arrays[:shared], *rows[:-1]), rows[-1]
 
 
-for op, backend in [*((op, "auto") for op in OPS), ("taylor_attention", "chunked")]:
+for op, backend in [
+    *((op, "auto") for op in OPS),
+    ("taylor_attention", "chunked"),
+    ("prefix_softmax", "tpu"),
+]:
     arrays, do = batch_of_8(op)
     wanted = with_gradients(bind(op, CASE, backend))(arrays, do)
     one_row = with_gradients(bind(op, CASE, backend))

@@ -294,6 +294,7 @@ def run_command(*args: str) -> subprocess.CompletedProcess:
     [
         (["--config=configs/tiny.py"], "--config and --topology are both needed"),
         (["--all", "--topology=v5e:2x2"], "--all takes neither"),
+        (["--config=configs/tiny.py", "--kernel=prefix_softmax"], "two different things"),
         (["--config=configs/tiny.py", "--topology=v3:8"], "known: a100, h100, h200, v4, v5e,"),
         pytest.param(
             ["--config=configs/tiny.py", "--topology=v5e:2x2"],
@@ -349,3 +350,17 @@ def test_the_real_compilers(topology, device):
     assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith(
         "error: mesh fsdp=3 x tensor=1 does not fit 4 device(s)"
     )
+
+
+@pytest.mark.slow
+@needs("libtpu", "requirements-tpu.txt")
+def test_kernels_compile_for_every_tpu():
+    """As "auto" takes them, forward and backward; the compiler adds no array of the whole map."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "kernels_compiled.py")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["device"] for line in found} == {"TPU v5 lite", "TPU v5", "TPU v6 lite"}
+    assert all(line["memory"]["fits"] for line in found)
+    assert all(line["bytes"]["compiled"] <= 4 * line["bytes"]["least"] for line in found)

@@ -63,12 +63,38 @@ def test_named_backend_runs_against_advice_but_not_when_it_cannot(monkeypatch):
         call("causal_attention")
 
 
+# What "auto" takes of short rows.
+AUTO = {
+    "cpu": {
+        "causal_attention": "xla",
+        "taylor_attention": "quadratic",
+        "prefix_softmax": "blocked",
+        "fixed_map_attention": "blocked",
+    }
+}
+AUTO["gpu"] = AUTO["cpu"]
+AUTO["tpu"] = {**AUTO["cpu"], "prefix_softmax": "tpu"}
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_auto_is_the_first_of_the_table(op):
+@pytest.mark.parametrize("platform", AUTO)
+def test_what_auto_takes(op, platform):
     arrays, _ = inputs(op, CASE)
-    first = kernels.BACKENDS[op][0].name
-    auto, named = (str(jax.make_jaxpr(bind(op, CASE, b))(*arrays)) for b in ("auto", first))
+    with kernels.target_platform(platform):
+        auto, named = (
+            str(jax.make_jaxpr(bind(op, CASE, backend))(*arrays))
+            for backend in ("auto", AUTO[platform][op])
+        )
     assert auto == named
+
+
+def test_a_tpus_kernel_says_what_it_cannot_do():
+    (s, v), _ = inputs("prefix_softmax", CASE)
+    with kernels.target_platform("gpu"), pytest.raises(ValueError, match=r"'tpu': .* for TPUs"):
+        kernels.prefix_softmax(s, v, backend="tpu")
+    wide = jnp.zeros((2, 6, 2, 50_000))
+    with pytest.raises(ValueError, match=r"128 positions of all heads take .* more than"):
+        kernels.prefix_softmax(s, wide, backend="tpu")
 
 
 def zeros(*shape, dtype=jnp.float32):

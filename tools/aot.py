@@ -2,17 +2,25 @@
 
     python -m tools.aot --config=FILE.py[:ARGUMENT] --topology=v5e:4x4 [--config.KEY=VALUE]
     python -m tools.aot --all
+    python -m tools.aot --kernel=OP --backend=NAME --topology=v5e:2x2 [--length=2048 --heads=8 ...]
 
 Prints one JSON object: seconds of tracing and compiling; bytes of one device's memory against what
 the chip has, and whether the step fits (status 1 if not); FLOPs of one device as compiled
 (`tools/hlo.py`) beside the formula's (`deconstruct/flops.py`), which counts nothing twice; the time
 that they and the state's memory traffic take at least; bytes that one device sends and receives by
 kind of collective. `--all` runs the command that each config names in its docstring, a line each.
+
+A kernel is compiled for one device of the slice, forward and backward. Its `bytes` are those that
+the compiler counts beside the least possible (each array read or written once); in code that is
+not XLA's own it sees arguments and results alone.
 """
 
 import ast
 import contextlib
+import dataclasses
+import functools
 import json
+import math
 import pathlib
 import re
 import shlex
@@ -27,7 +35,7 @@ from ml_collections import config_flags
 
 from deconstruct import config as config_lib
 from deconstruct import entry, flops, kernels, lock, mixers, optim, setup, sharding, step
-from tools import hlo, slices
+from tools import hlo, kernel_calls, slices
 from tools.describe import vocab_size_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -36,6 +44,43 @@ TOPOLOGY = flags.DEFINE_string(
     "topology", None, "TPU slice or number of GPUs to compile for, such as v5e:4x4 or h200:8"
 )
 ALL = flags.DEFINE_bool("all", False, "compile every config in configs/ as it says of itself")
+KERNEL = flags.DEFINE_enum("kernel", None, list(kernels.BACKENDS), "one kernel in a config's place")
+BACKEND = flags.DEFINE_string("backend", kernels.AUTO, "which of the kernel's backends")
+
+
+def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.Slice) -> dict:
+    """What `main` prints of a kernel, without its name and the topology.
+
+    Raises:
+      ValueError: a backend that is unknown or cannot run the call.
+    """
+    chip = wanted.chip
+    sharding_of_one = jax.sharding.SingleDeviceSharding(slices.devices(wanted)[0])
+    begun = time.perf_counter()
+    with kernels.target_platform(chip.platform):
+        function = jax.jit(call.function(backend, kernel_calls.BOTH))
+        lowered = function.lower(*call.abstract(sharding_of_one))
+    traced = time.perf_counter()
+    compiled, needed = _compile(lowered)
+    seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
+    least_flops = call.least_flops(kernel_calls.BOTH)
+    report = _report(compiled, needed, chip, least_flops or math.nan)
+    report.pop("collective_bytes", None)
+    if compiled is not None:
+        costs = compiled.cost_analysis() or {}
+        least = call.least_bytes(kernel_calls.BOTH)
+        report["bytes"] = {"compiled": costs.get("bytes accessed"), "least": least}
+        report["flops"] = {"compiled": report["flops"]["compiled"], "least": least_flops}
+        report["at_least_seconds"] = {
+            "products": least_flops / chip.peak_flops, "bytes": least / chip.bandwidth,
+        }  # fmt: skip
+    return {
+        "device": chip.device_kind,
+        "backend": backend,
+        **dataclasses.asdict(call),
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        **report,
+    }
 
 
 def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
@@ -166,18 +211,26 @@ def main(argv) -> int:
                 "--all takes neither --config nor --topology: each config says its own"
             )
         return int(_compile_all() > 0)
-    if flags.FLAGS.config is None or TOPOLOGY.value is None:
+    if KERNEL.value is not None and flags.FLAGS.config is not None:
+        raise ValueError("--kernel and --config are two different things to compile: name one")
+    if (KERNEL.value or flags.FLAGS.config) is None or TOPOLOGY.value is None:
         raise ValueError(
             "--config and --topology are both needed; for example "
             "--config=configs/tiny.py --topology=v5e:2x2"
         )
-    config, wanted = config_lib.parse(flags.FLAGS.config), slices.parse(TOPOLOGY.value)
+    wanted = slices.parse(TOPOLOGY.value)
+    if KERNEL.value is not None:
+        call = kernel_calls.from_flags(KERNEL.value)
+        named = {"kernel": KERNEL.value}
+        compile_it = functools.partial(compile_kernel, call, BACKEND.value)
+    else:
+        compile_it = functools.partial(compile_for, config_lib.parse(flags.FLAGS.config))
+        named = {"config": config_flags.get_config_filename(flags.FLAGS["config"])}
     slices.check_compiler(wanted)
     jax.config.update("jax_platforms", "cpu")  # what traces; a TPU or GPU here stays untouched
     with _alone(wanted.chip):
-        report = compile_for(config, wanted)
-    name = config_flags.get_config_filename(flags.FLAGS["config"])
-    print(json.dumps({"config": name, "topology": wanted.name, **report}))
+        report = compile_it(wanted)
+    print(json.dumps({**named, "topology": wanted.name, **report}))
     if not report["memory"]["fits"]:
         needed, there = (report["memory"][key] / slices.GIB for key in ("peak", "of_chip"))
         raise ValueError(

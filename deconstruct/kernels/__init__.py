@@ -12,7 +12,7 @@ h // (H // G)), K key size, W value size (usually K).
 import jax
 import jax.numpy as jnp
 
-from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
+from deconstruct.kernels import causal, fixed_map, prefix, prefix_tpu, taylor, taylor_recurrence
 from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.prefix import PrefixState, prefix_state_init, prefix_step
@@ -20,6 +20,7 @@ from deconstruct.kernels.taylor import crossover, taylor_flops
 from deconstruct.kernels.taylor_recurrence import TaylorState, taylor_state_init, taylor_step
 
 __all__ = [
+    "AUTO",
     "BACKENDS",
     "PrefixState",
     "TaylorState",
@@ -56,6 +57,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", taylor.reference),
     ),
     "prefix_softmax": (
+        Backend("tpu", prefix_tpu.softmax, prefix_tpu.refuses, prefix_tpu.advises_against),
         Backend("blocked", prefix.blocked),
         Backend("scan", prefix.scan),
         Backend("reference", prefix.reference),

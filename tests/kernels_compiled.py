@@ -1,0 +1,23 @@
+"""Run by test_aot.py where a TPU's compiler is: every kernel of our own, for each kind of TPU."""
+
+import json
+
+import jax
+
+from deconstruct import kernels
+from tools import aot, kernel_calls, slices
+
+jax.config.update("jax_platforms", "cpu")
+CALLS = [
+    {"length": 2048, "heads": 14, "groups": 2, "head_size": 64, "dtype": "bfloat16"},
+    {"length": 500, "heads": 3, "groups": 3, "head_size": 80, "dtype": "float32", "document": 50},
+]
+for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
+    wanted = slices.parse(topology)
+    for op in kernels.BACKENDS:
+        if "tpu" not in kernel_calls.backends_of(op):
+            continue
+        for sizes in CALLS:
+            call = kernel_calls.KernelCall(op, rows=2, **sizes)
+            found = aot.compile_kernel(call, kernels.AUTO, wanted)
+            print(json.dumps({"op": op, "topology": topology, **found}))

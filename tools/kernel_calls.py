@@ -1,0 +1,156 @@
+"""One call of a kernel, for what compiles or times it: its flags, arrays, and what it must cost."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from deconstruct import kernels
+
+FORWARD, BOTH = "forward", "both"
+DIRECTIONS = (FORWARD, BOTH)
+
+_ROWS = flags.DEFINE_integer("rows", 8, "rows of a batch", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 2048, "positions of a row", lower_bound=1)
+_HEADS = flags.DEFINE_integer("heads", 8, "heads of queries", lower_bound=1)
+_GROUPS = flags.DEFINE_integer("groups", None, "heads of keys and values; as many without it")
+_HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "numbers of a head", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arrays")
+_DOCUMENT = flags.DEFINE_integer(
+    "document", 0, "length of documents that do not see each other; 0: rows are whole"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """Sizes of one call; `document` is the length of isolated documents, or 0."""
+
+    op: str
+    rows: int
+    length: int
+    heads: int
+    groups: int
+    head_size: int
+    dtype: str
+    document: int = 0
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """(shape, dtype) of the op's arrays, the values last."""
+        queries = self.rows, self.length, self.heads, self.head_size
+        keys = *queries[:2], self.groups, self.head_size
+        if self.op == "prefix_softmax":
+            return [(queries[:3], "float32"), (keys, self.dtype)]
+        if self.op == "fixed_map_attention":
+            return [(x, self.dtype) for x in (queries[1:], keys[1:], keys)]
+        return [(x, self.dtype) for x in (queries, keys, keys)]
+
+    @property
+    def output(self) -> tuple[tuple[int, ...], str]:
+        return (self.rows, self.length, self.heads, self.head_size), self.dtype
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], str] | None:
+        return ((self.rows, self.length), "int32") if self.document else None
+
+    def least_bytes(self, direction: str) -> int:
+        """With each array read or written once: backwards the inputs, the output and its gradient
+        are read, and a gradient of each input is written.
+        """
+        given, made = sum(map(_bytes, self.shapes)), _bytes(self.output)
+        forward = given + made
+        return forward if direction == FORWARD else forward + 2 * given + 2 * made
+
+    def least_flops(self, direction: str) -> int:
+        """Of matrix products, what causality masks left out; backwards scores are made again.
+
+        Where two forms are the same function, those of the one with fewer.
+        """
+        pairs = self.length * (self.length + 1) // 2
+        width = self.heads * self.head_size
+        products = 2 if direction == FORWARD else 2 + 5
+        if self.op == "prefix_softmax":
+            return 0
+        if self.op == "fixed_map_attention":  # of the map: one product forward, three backward
+            of_map = 1 if direction == FORWARD else 1 + 3
+            return 2 * pairs * width * (of_map + (products - of_map) * self.rows)
+        whole = 2 * pairs * width * products * self.rows
+        if self.op == "causal_attention":
+            return whole
+        states = kernels.taylor_flops(10**9, self.heads, self.groups, self.head_size) / 10**9
+        times = 1 if direction == FORWARD else 3
+        return min(whole, int(times * states * self.length * self.rows))
+
+    def function(self, backend: str, direction: str) -> Callable:
+        """(arrays, output's gradient, segments or None) -> output, or that and all gradients."""
+        op = getattr(kernels, self.op)
+
+        def forward(segments, *arrays):
+            options = {} if segments is None else {"segments_BT": segments}
+            return op(*arrays, backend=backend, **options)
+
+        def both(arrays, gradient, segments):
+            o, pull = jax.vjp(functools.partial(forward, segments), *arrays)
+            return o, *pull(gradient)
+
+        if direction == FORWARD:
+            return lambda arrays, gradient, segments: forward(segments, *arrays)
+        return both
+
+    def abstract(self, sharding: jax.sharding.Sharding | None = None):
+        """The function's arguments as shapes."""
+
+        def make(described):
+            return described and jax.ShapeDtypeStruct(*described, sharding=sharding)
+
+        return [make(x) for x in self.shapes], make(self.output), make(self.segments)
+
+    def arguments(self, seed: int = 0):
+        """The function's arguments, unit normal."""
+        keys = jax.random.split(jax.random.key(seed), len(self.shapes) + 1)
+
+        def normal(key, described):
+            shape, dtype = described
+            return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+        arrays = [normal(key, x) for key, x in zip(keys, self.shapes, strict=False)]
+        segments = None
+        if self.document:
+            ids = jnp.arange(self.length, dtype=jnp.int32) // self.document
+            segments = jnp.broadcast_to(ids, (self.rows, self.length))
+        return arrays, normal(keys[-1], self.output), segments
+
+
+def takes_documents(op: str) -> bool:
+    return op != "fixed_map_attention"
+
+
+def backends_of(op: str) -> Sequence[str]:
+    return [backend.name for backend in kernels.BACKENDS[op]]
+
+
+def from_flags(op: str) -> KernelCall:
+    """Raises:
+    ValueError: documents for an op that knows none.
+    """
+    if _DOCUMENT.value and not takes_documents(op):
+        raise ValueError(f"--document={_DOCUMENT.value}: {op} has the same map for all rows")
+    return KernelCall(
+        op,
+        rows=_ROWS.value,
+        length=_LENGTH.value,
+        heads=_HEADS.value,
+        groups=_GROUPS.value or _HEADS.value,
+        head_size=_HEAD_SIZE.value,
+        dtype=_DTYPE.value,
+        document=_DOCUMENT.value,
+    )
+
+
+def _bytes(described: tuple[tuple[int, ...], str]) -> int:
+    shape, dtype = described
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
