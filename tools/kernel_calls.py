@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from deconstruct import kernels
+from deconstruct.kernels import backends
+from deconstruct.kernels.backends import Call
+from deconstruct.kernels.reference import TOLERANCE
 
 FORWARD, BOTH = "forward", "both"
 DIRECTIONS = (FORWARD, BOTH)
@@ -56,6 +60,21 @@ class KernelCall:
     @property
     def segments(self) -> tuple[tuple[int, ...], str] | None:
         return ((self.rows, self.length), "int32") if self.document else None
+
+    def facts(self, platform: str) -> Call:
+        """What the table of backends is asked about."""
+        return Call(
+            op=self.op,
+            platform=platform,
+            batch_size=self.rows,
+            length=self.length,
+            num_heads=self.heads,
+            num_groups=self.groups,
+            key_size=1 if self.op == "prefix_softmax" else self.head_size,
+            value_size=self.head_size,
+            dtype=jnp.dtype(self.dtype),
+            isolates_documents=self.document > 0,
+        )
 
     def least_bytes(self, direction: str) -> int:
         """With each array read or written once: backwards the inputs, the output and its gradient
@@ -131,6 +150,40 @@ def takes_documents(op: str) -> bool:
 
 def backends_of(op: str) -> Sequence[str]:
     return [backend.name for backend in kernels.BACKENDS[op]]
+
+
+def backends_for(call: KernelCall) -> list[str]:
+    """Those that run it here and that "auto" is not advised against, but the reference."""
+    facts = call.facts(backends.platform())
+    return [
+        backend.name
+        for backend in kernels.BACKENDS[call.op]
+        if backend.name != "reference"
+        and not (backend.refuses(facts) or backend.advises_against(facts))
+    ]
+
+
+def check(call: KernelCall, backend: str) -> None:
+    """On few rows, heads and positions, and with the call's kind of everything else.
+
+    Raises:
+      ValueError: the backend's output or a gradient is not the reference's.
+    """
+    small = dataclasses.replace(
+        call, rows=2, length=min(call.length, 300), heads=2, groups=1, document=call.document and 70
+    )
+    arguments = small.arguments()
+    found, wanted = (
+        jax.jit(small.function(name, BOTH))(*arguments) for name in (backend, "reference")
+    )
+    for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        error = np.abs(x - y).max() / max(1.0, np.abs(y).max())
+        if not error <= TOLERANCE[call.dtype]:
+            raise ValueError(
+                f"{call.op}: backend {backend!r} is wrong: result {number} is {error:.1e} from "
+                f"the reference's, more than {TOLERANCE[call.dtype]}; it is not measured"
+            )
 
 
 def from_flags(op: str) -> KernelCall:

@@ -5,9 +5,11 @@ import sys
 
 from absl import flags
 
-from deconstruct import entry
+from deconstruct import entry, host_memory
 
-BENCHMARKS = {name: f"tools.bench.{name}" for name in ("train", "data", "evaluate")}
+BENCHMARKS = {
+    name: f"tools.bench.{name}" for name in ("train", "data", "evaluate", "kernels", "mixers")
+}
 
 
 def main() -> None:
@@ -19,6 +21,7 @@ def main() -> None:
             return
         sys.exit(f"error: no benchmark {name!r}; there are: {known}")
     del sys.argv[1]
+    host_memory.keep_pages()  # as in training, before any module imports JAX
     module = importlib.import_module(BENCHMARKS[name])
     flags.adopt_module_key_flags(module)  # so that --help lists them
     entry.run(module.main)

@@ -22,7 +22,6 @@ from absl import flags
 
 from configs import quickstart
 from deconstruct import config as config_lib
-from deconstruct import host_memory
 from deconstruct.data import prepare, sets
 from deconstruct.data.dataset import PreparedDataset, open_dataset
 from deconstruct.data.mixture import alone, open_mixture
@@ -48,7 +47,6 @@ _STEPS = flags.DEFINE_integer("steps", 50, "train steps of part wait", lower_bou
 
 def main(argv) -> None:
     del argv
-    host_memory.keep_pages()  # as in training, before JAX
     texts = corpus.read_texts(_SOURCE.value, _TEXT_BYTES.value)
     with tempfile.TemporaryDirectory() as folder:
         for line in measure(texts, pathlib.Path(folder)):

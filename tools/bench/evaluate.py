@@ -17,7 +17,6 @@ import tempfile
 
 from absl import flags
 
-from deconstruct import host_memory
 from deconstruct.evaluate import data
 from deconstruct.evaluate.tasks import TASKS
 from deconstruct.tokenizer import load_tokenizer
@@ -44,7 +43,6 @@ def main(argv) -> None:
     for name, value in (("data_dir", _DATA_DIR.value), ("tokenizer", _TOKENIZER.value)):
         if not value:
             raise ValueError(f"--{name} is missing; see --help")
-    host_memory.keep_pages()  # as in evaluation, before JAX
     documents = data.read(_DATA_DIR.value, data.names_of(_TASKS.value))
     tokenizer = pathlib.Path(_TOKENIZER.value)
     shape = dataclasses.replace(

@@ -14,7 +14,6 @@ import sys
 
 from absl import flags
 
-from deconstruct import host_memory
 from tools.bench import compare
 from tools.bench.peer import TrainPeer
 from tools.bench.shapes import SHAPES
@@ -32,7 +31,6 @@ _PEER_KEEP_PAGES = flags.DEFINE_bool(
 
 def main(argv) -> None:
     del argv
-    host_memory.keep_pages()
     for name in _SHAPES.value:
         shape, load_average = SHAPES[name], round(os.getloadavg()[0], 2)
         with TrainPeer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:

@@ -1,0 +1,113 @@
+"""`tools.bench kernels` and `mixers`: what a call costs at least, what a line says, a red op."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from deconstruct import kernels
+from deconstruct.kernels.backends import Backend
+from tools import kernel_calls
+from tools.bench import floors
+from tools.bench import kernels as bench
+from tools.kernel_calls import BOTH, FORWARD, KernelCall
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SIZES = {"rows": 2, "length": 6, "heads": 4, "groups": 2, "head_size": 8, "dtype": "bfloat16"}
+PAIRS = 6 * 7 // 2
+
+
+def test_least_bytes_by_hand():
+    """Scores are float32; a group's values are 2 * 6 * 8 numbers."""
+    q, k = 2 * 6 * 4 * 8 * 2, 2 * 6 * 2 * 8 * 2
+    attention = KernelCall("causal_attention", **SIZES)
+    assert attention.least_bytes(FORWARD) == q + 2 * k + q
+    assert attention.least_bytes(BOTH) == 3 * (q + 2 * k) + 3 * q
+    assert KernelCall("prefix_softmax", **SIZES).least_bytes(FORWARD) == 2 * 6 * 4 * 4 + k + q
+    fixed = KernelCall("fixed_map_attention", **SIZES)
+    assert fixed.least_bytes(FORWARD) == q // 2 + k // 2 + k + q
+
+
+def test_least_flops_by_hand():
+    """A product of the seen pairs takes 2 * 21 * 32 a row; backwards there are five."""
+    product = 2 * PAIRS * 4 * 8
+    for op in ("causal_attention", "taylor_attention"):
+        call = KernelCall(op, **SIZES)
+        assert call.least_flops(FORWARD) == 2 * 2 * product
+        assert call.least_flops(BOTH) == 2 * 7 * product
+    fixed = KernelCall("fixed_map_attention", **SIZES)
+    assert fixed.least_flops(FORWARD) == (1 + 2) * product
+    assert fixed.least_flops(BOTH) == (4 + 3 * 2) * product
+    assert KernelCall("prefix_softmax", **SIZES).least_flops(BOTH) == 0
+
+
+def test_long_rows_count_the_recurrence():
+    """Its cost is linear, from the crossover on below that of the pairs."""
+    short, long = (
+        KernelCall("taylor_attention", **{**SIZES, "length": length, "head_size": 64}).least_flops(
+            FORWARD
+        )
+        for length in (32_768, 65_536)
+    )
+    assert long == pytest.approx(2 * short)
+
+
+def test_arguments_are_as_described():
+    call = KernelCall("taylor_attention", **SIZES, document=4)
+    arrays, gradient, segments = call.arguments()
+    assert [(x.shape, str(x.dtype)) for x in (*arrays, gradient)] == [*call.shapes, call.output]
+    assert segments[1].tolist() == [0, 0, 0, 0, 1, 1]
+    assert [x.shape for x in call.abstract()[0]] == [x.shape for x in arrays]
+    assert not kernel_calls.takes_documents("fixed_map_attention")
+
+
+def test_backends_are_those_that_run_here():
+    assert kernel_calls.backends_for(KernelCall("prefix_softmax", **SIZES)) == ["blocked", "scan"]
+
+
+@pytest.mark.parametrize("op", kernels.BACKENDS)
+def test_a_wrong_backend_is_not_measured(op, monkeypatch):
+    right = next(b for b in kernels.BACKENDS[op] if b.name == "reference")
+    wrong = Backend("wrong", lambda *arrays: 1.01 * right.run(*arrays))
+    monkeypatch.setitem(kernels.BACKENDS, op, (wrong, right))
+    call = KernelCall(op, **{**SIZES, "dtype": "float32"})
+    kernel_calls.check(call, "reference")
+    with pytest.raises(ValueError, match=f"{op}: backend 'wrong' is wrong: result 0 is .* more"):
+        kernel_calls.check(call, "wrong")
+
+
+@pytest.mark.parametrize("op", ["causal_attention", "prefix_softmax"])
+@pytest.mark.parametrize("direction", [FORWARD, BOTH])
+def test_peers_are_the_same_function(op, direction):
+    call = KernelCall(op, **{**SIZES, "dtype": "float32"})
+    wanted = call.function("reference", direction)(*call.arguments())
+    (peer,) = floors.peers(call, direction).values()
+    found = peer(*call.arguments())
+    for x, y in zip(*(v if direction == BOTH else [v] for v in (found, wanted)), strict=True):
+        assert jnp.allclose(x, y, atol=1e-5)
+
+
+def test_a_line():
+    line = bench.measure(KernelCall("prefix_softmax", **SIZES), "blocked", FORWARD, rounds=1)
+    assert line["op"] == "prefix_softmax" and line["backend"] == "blocked"
+    assert line["ms"] >= 0 and line["ratio"] > 0 and len(line["peers"]) == 1
+
+
+@pytest.mark.slow
+def test_mixers_lines():
+    args = ["--rows=1", "--length=16", "--width=16", "--heads=2", "--rounds=1", "--mixer=mlp"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "mixers", *args],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    standard, mlp = map(json.loads, done.stdout.splitlines())
+    assert standard["mixer"] == "standard" and standard["ratio"] == standard["flops_ratio"] == 1
+    assert mlp["mixer"] == "mlp" and mlp["ms"] > 0
