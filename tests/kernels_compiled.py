@@ -15,9 +15,10 @@ CALLS = [
 for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
     wanted = slices.parse(topology)
     for op in kernels.BACKENDS:
-        if "tpu" not in kernel_calls.backends_of(op):
-            continue
         for sizes in CALLS:
             call = kernel_calls.KernelCall(op, rows=2, **sizes)
-            found = aot.compile_kernel(call, kernels.AUTO, wanted)
-            print(json.dumps({"op": op, "topology": topology, **found}))
+            facts = call.facts("tpu")
+            for backend in kernels.BACKENDS[op]:
+                if backend.platform == "tpu" and not backend.refusal(facts):
+                    found = aot.compile_kernel(call, backend.name, wanted)
+                    print(json.dumps({"topology": topology, **found}))

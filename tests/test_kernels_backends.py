@@ -1,8 +1,12 @@
 """The table of backends: which one runs, what is refused, and that shapes are checked first."""
 
+import dataclasses
 import itertools
 import logging
+import subprocess
+import sys
 
+import devices
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,8 +38,8 @@ def table(monkeypatch, *entries):
         backends.Backend(
             name,
             lambda *arrays, name=name: jnp.full((1,), len(name)),
-            lambda call, refuses=refuses: refuses,
-            lambda call, against=against: against,
+            refuses=lambda call, refuses=refuses: refuses,
+            advises_against=lambda call, against=against: against,
         )
         for name, refuses, against in entries
     )
@@ -73,7 +77,7 @@ AUTO = {
     }
 }
 AUTO["gpu"] = AUTO["cpu"]
-AUTO["tpu"] = {**AUTO["cpu"], "prefix_softmax": "tpu"}
+AUTO["tpu"] = {**AUTO["cpu"], "prefix_softmax": "tpu"}  # of float32
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -90,11 +94,58 @@ def test_what_auto_takes(op, platform):
 
 def test_a_tpus_kernel_says_what_it_cannot_do():
     (s, v), _ = inputs("prefix_softmax", CASE)
-    with kernels.target_platform("gpu"), pytest.raises(ValueError, match=r"'tpu': .* for TPUs"):
+    with kernels.target_platform("gpu"), pytest.raises(ValueError, match=r"'tpu': .* for a tpu"):
         kernels.prefix_softmax(s, v, backend="tpu")
     wide = jnp.zeros((2, 6, 2, 50_000))
     with pytest.raises(ValueError, match=r"128 positions of all heads take .* more than"):
         kernels.prefix_softmax(s, wide, backend="tpu")
+
+
+def test_auto_takes_splash_attention_of_bfloat16_on_a_tpu(caplog):
+    case = dataclasses.replace(CASE, dtype="bfloat16")
+    arrays, _ = inputs("causal_attention", case)
+    with kernels.target_platform("tpu"):
+        auto, named = (
+            str(jax.make_jaxpr(bind("causal_attention", case, backend))(*arrays))
+            for backend in ("auto", "splash")
+        )
+        with pytest.raises(ValueError, match=r"'splash': .* round float32 to bfloat16"):
+            call("causal_attention", "splash")
+    assert auto == named
+
+
+def test_cudnn_waits_for_a_gpu():
+    reason = "no GPU has confirmed it"
+    (cudnn,) = (b for b in kernels.BACKENDS["causal_attention"] if b.name == "cudnn")
+    on_gpu = backends.Call("causal_attention", "gpu", 2, 6, 4, 2, 64, 64, jnp.bfloat16, False)
+    assert cudnn.refusal(on_gpu) is None and reason in cudnn.reservation(on_gpu)
+    assert "no float32" in cudnn.refusal(on_gpu._replace(dtype=jnp.dtype("float32")))
+    assert "no documents" in cudnn.refusal(on_gpu._replace(isolates_documents=True))
+    assert "multiple of 8 up to 128" in cudnn.refusal(on_gpu._replace(key_size=60, value_size=60))
+    with pytest.raises(ValueError, match="'cudnn': it is written for a gpu"):
+        call("causal_attention", "cudnn")
+
+
+def test_a_backend_that_jax_cannot_import_is_passed_over(monkeypatch, caplog):
+    """The plain form stays; a name that moved is told with the version of JAX."""
+    moved = backends.Backend("new", module="no_such_module", platform="cpu")
+    plain = backends.Backend("plain", lambda *arrays: jnp.zeros(7))
+    monkeypatch.setitem(kernels.BACKENDS, "causal_attention", (moved, plain))
+    with caplog.at_level(logging.DEBUG, logger=backends.__name__):
+        assert call("causal_attention").shape == (7,)
+    assert f"JAX {jax.__version__} has not all" in caplog.text
+
+
+def test_a_cpu_imports_no_pallas():
+    program = """
+import sys, jax.numpy as jnp
+from deconstruct import kernels
+x = jnp.ones((1, 4, 2, 8))
+kernels.causal_attention(x, x, x), kernels.prefix_softmax(x[..., 0], x)
+sys.exit("jax.experimental.pallas.tpu" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=devices.environment(1))
+    assert done.returncode == 0
 
 
 def zeros(*shape, dtype=jnp.float32):

@@ -30,7 +30,7 @@ FORMS = [
     (op, backend.name)
     for op in OPS
     for backend in kernels.BACKENDS[op]
-    if backend.name != "reference"
+    if backend.name != "reference" and (backend.platform is None or backend.interpreted)
 ]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -148,10 +148,6 @@ def takes_documents(op: str) -> bool:
     return op != "fixed_map_attention"
 
 
-def backends_of(op: str) -> Sequence[str]:
-    return [backend.name for backend in kernels.BACKENDS[op]]
-
-
 def backends_for(call: KernelCall) -> list[str]:
     """Those that run it here and that "auto" is not advised against, but the reference."""
     facts = call.facts(backends.platform())
@@ -159,7 +155,7 @@ def backends_for(call: KernelCall) -> list[str]:
         backend.name
         for backend in kernels.BACKENDS[call.op]
         if backend.name != "reference"
-        and not (backend.refuses(facts) or backend.advises_against(facts))
+        and not (backend.reservation(facts) or backend.refusal(facts))
     ]
 
 

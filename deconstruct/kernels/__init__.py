@@ -12,7 +12,7 @@ h // (H // G)), K key size, W value size (usually K).
 import jax
 import jax.numpy as jnp
 
-from deconstruct.kernels import causal, fixed_map, prefix, prefix_tpu, taylor, taylor_recurrence
+from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
 from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.prefix import PrefixState, prefix_state_init, prefix_step
@@ -45,9 +45,15 @@ def _scores_cost_more(call: Call) -> str | None:
     return f"from {start} positions on the recurrence takes fewer FLOPs"
 
 
+def _unconfirmed(call: Call) -> str:
+    return "no GPU has confirmed it yet"
+
+
 # In order of preference.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "causal_attention": (
+        Backend("splash", module="causal_splash", platform="tpu", interpreted=True),
+        Backend("cudnn", module="causal_cudnn", platform="gpu", advises_against=_unconfirmed),
         Backend("xla", causal.xla),
         Backend("reference", causal.reference),
     ),
@@ -57,7 +63,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", taylor.reference),
     ),
     "prefix_softmax": (
-        Backend("tpu", prefix_tpu.softmax, prefix_tpu.refuses, prefix_tpu.advises_against),
+        Backend("tpu", module="prefix_tpu", platform="tpu", interpreted=True),
         Backend("blocked", prefix.blocked),
         Backend("scan", prefix.scan),
         Backend("reference", prefix.reference),
@@ -176,7 +182,7 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
     if call.platform == "cpu":
         # XLA's CPU products take no bfloat16 operands with a float32 result.
         arrays = [x.astype(jnp.float32) for x in arrays]
-    return chosen.run(*arrays, *runs).astype(v_BTGW.dtype)
+    return chosen.function()(*arrays, *runs).astype(v_BTGW.dtype)
 
 
 def _check_keys(op: str, q_BTHK, k_BTGK, v_BTGW) -> None:

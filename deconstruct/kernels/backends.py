@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -68,14 +69,48 @@ class Backend:
     Attributes:
       name: what a caller names it by.
       run: the function, with the op's array arguments.
-      refuses: the reason why it cannot run a call, or None.
+      module: in place of `run`, a module of this package with functions `run` and `refuses`, a
+        Call -> the reason why it cannot run it, or None. It is imported when it is first asked:
+        what it is written with costs time to import and changes between versions of JAX.
+      platform: the one that it is written for; None for all.
+      interpreted: whether a CPU can run it all the same.
+      refuses: the reason why it cannot run a call, or None; a module's own is asked instead.
       advises_against: the reason why "auto" should look further, or None.
     """
 
     name: str
-    run: Callable[..., jax.Array]
+    run: Callable[..., jax.Array] | None = None
+    module: str | None = None
+    platform: str | None = None
+    interpreted: bool = False
     refuses: Callable[[Call], str | None] = _nothing
     advises_against: Callable[[Call], str | None] = _nothing
+
+    def refusal(self, call: Call) -> str | None:
+        """Why it cannot run a call."""
+        if self._is_foreign(call) and not (self.interpreted and call.platform == "cpu"):
+            return f"it is written for a {self.platform}"
+        if self.module is None:
+            return self.refuses(call)
+        try:
+            return self._loaded().refuses(call)
+        except ImportError as error:
+            return f"JAX {jax.__version__} has not all that it is written with: {error}"
+
+    def reservation(self, call: Call) -> str | None:
+        """Why "auto" should look further, though it may run."""
+        if self._is_foreign(call):
+            return "it would be interpreted, which is slow"
+        return self.advises_against(call)
+
+    def function(self) -> Callable[..., jax.Array]:
+        return self._loaded().run if self.module else self.run
+
+    def _is_foreign(self, call: Call) -> bool:
+        return self.platform not in (None, call.platform)
+
+    def _loaded(self):
+        return importlib.import_module(f"{__package__}.{self.module}")
 
 
 def choose(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
@@ -89,7 +124,7 @@ def choose(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
     by_name = {backend.name: backend for backend in backends}
     if name not in by_name:
         raise ValueError(unknown_name(f"backend of {call.op}", name, [AUTO, *by_name]))
-    reason = by_name[name].refuses(call)
+    reason = by_name[name].refusal(call)
     if reason:
         raise ValueError(f"{call.op} cannot run with backend {name!r}: {reason}")
     return by_name[name]
@@ -100,7 +135,7 @@ def _first(backends: tuple[Backend, ...], call: Call) -> Backend:
     """Cached, so that each kind of call is logged once."""
     passed_over = []
     for backend in backends:
-        reason = backend.refuses(call) or backend.advises_against(call)
+        reason = backend.reservation(call) or backend.refusal(call)
         if reason is None:
             log.debug("%s runs %s; passed over: %s", backend.name, call, passed_over or "none")
             return backend

@@ -28,10 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
 
-from deconstruct import sharding
 from deconstruct.kernels.backends import Call, platform
+from deconstruct.kernels.shards import per_shard
 
 TILE = 128
 MAX_TILES = 4  # of a grid step: more hide no more of its cost
@@ -62,19 +61,13 @@ class Plan(NamedTuple):
 
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
-    if call.platform == "gpu":
-        return "it is written for TPUs"
     needed = _tile_bytes(call.num_heads, call.num_groups, call.value_size, call.dtype.itemsize)
     if needed > BUFFER_BYTES:
         return f"{TILE} positions of all heads take {needed} bytes, more than {BUFFER_BYTES}"
     return None
 
 
-def advises_against(call: Call) -> str | None:
-    return None if call.platform == "tpu" else "it would be interpreted, which is slow"
-
-
-def softmax(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
+def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
     """o_BTHW in v's dtype."""
     return _softmax(s_BTH, v_BTGW, runs_BT)
 
@@ -85,42 +78,20 @@ def _softmax(s_BTH, v_BTGW, runs_BT):
 
 
 def _softmax_forward(s_BTH, v_BTGW, runs_BT):
-    o_BTHW, m_BHT, z_BHT = _per_shard(_forward, s_BTH, v_BTGW, runs_BT)
+    run = per_shard(_forward, ("BTH", "BTGW", "BT"), ("BTHW", "BHT", "BHT"), v_BTGW)
+    o_BTHW, m_BHT, z_BHT = run(s_BTH, v_BTGW, runs_BT)
     return o_BTHW, (s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT)
 
 
 def _softmax_backward(residuals, do_BTHW):
-    s_BTH, v_BTGW, runs_BT, *rest = residuals
-    ds_BTH, dv_BTGW = _per_shard(_backward, s_BTH, v_BTGW, runs_BT, *rest, do_BTHW)
+    s_BTH, v_BTGW, *rest = residuals
+    given = ("BTH", "BTGW", "BT", "BTHW", "BHT", "BHT", "BTHW")
+    run = per_shard(_backward, given, ("BTH", "BTGW"), v_BTGW)
+    ds_BTH, dv_BTGW = run(s_BTH, v_BTGW, *rest, do_BTHW)
     return ds_BTH.astype(s_BTH.dtype), dv_BTGW, None
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)
-
-
-def _per_shard(function, s_BTH, v_BTGW, *rest):
-    """`function` on each device's rows and heads; what the mesh does not divide lies whole."""
-    mesh = sharding.active_mesh()
-    if mesh is None:
-        return function(s_BTH, v_BTGW, *rest)
-    batch, _, groups, _ = v_BTGW.shape
-    rows = sharding.BATCH_AXES if batch % sharding.batch_shards(mesh) == 0 else None
-    heads = "tensor" if groups % mesh.shape["tensor"] == 0 else None
-    specs = {
-        "BTH": P(rows, None, heads), "BTHW": P(rows, None, heads), "BHT": P(rows, heads),
-        "BT": P(rows),
-    }  # fmt: skip
-    if function is _forward:
-        given, found = ("BTH", "BTHW", "BT"), ("BTHW", "BHT", "BHT")
-    else:
-        given, found = ("BTH", "BTHW", "BT", "BTHW", "BHT", "BHT", "BTHW"), ("BTH", "BTHW")
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=tuple(specs[name] for name in given),
-        out_specs=tuple(specs[name] for name in found),
-        check_vma=False,
-    )(s_BTH, v_BTGW, *rest)
 
 
 def _plan(s_BTH, v_BTGW) -> Plan:
