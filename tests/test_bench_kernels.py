@@ -12,8 +12,7 @@ import pytest
 from deconstruct import kernels
 from deconstruct.kernels.backends import Backend
 from tools import kernel_calls
-from tools.bench import floors
-from tools.bench import kernels as bench
+from tools.bench import floors, timing
 from tools.kernel_calls import BOTH, FORWARD, KernelCall
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -92,7 +91,7 @@ def test_peers_are_the_same_function(op, direction):
 
 
 def test_a_line():
-    line = bench.measure(KernelCall("prefix_softmax", **SIZES), "blocked", FORWARD, rounds=1)
+    line = timing.measure(KernelCall("prefix_softmax", **SIZES), "blocked", FORWARD, rounds=1)
     assert line["op"] == "prefix_softmax" and line["backend"] == "blocked"
     assert line["ms"] >= 0 and line["ratio"] > 0 and len(line["peers"]) == 1
 

@@ -35,7 +35,7 @@ from ml_collections import config_flags
 
 from deconstruct import config as config_lib
 from deconstruct import entry, flops, kernels, lock, mixers, optim, setup, sharding, step
-from tools import hlo, kernel_calls, slices
+from tools import hlo, kernel_calls, kernel_flags, slices
 from tools.describe import vocab_size_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -220,7 +220,7 @@ def main(argv) -> int:
         )
     wanted = slices.parse(TOPOLOGY.value)
     if KERNEL.value is not None:
-        call = kernel_calls.from_flags(KERNEL.value)
+        call = kernel_flags.from_flags(KERNEL.value)
         named = {"kernel": KERNEL.value}
         compile_it = functools.partial(compile_kernel, call, BACKEND.value)
     else:

@@ -1,4 +1,4 @@
-"""One call of a kernel, for what compiles or times it: its flags, arrays, and what it must cost."""
+"""One call of a kernel, for what compiles or times it: its arrays, and what it must cost."""
 
 import dataclasses
 import functools
@@ -8,7 +8,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from deconstruct import kernels
 from deconstruct.kernels import backends
@@ -17,16 +16,6 @@ from deconstruct.kernels.reference import TOLERANCE
 
 FORWARD, BOTH = "forward", "both"
 DIRECTIONS = (FORWARD, BOTH)
-
-_ROWS = flags.DEFINE_integer("rows", 8, "rows of a batch", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 2048, "positions of a row", lower_bound=1)
-_HEADS = flags.DEFINE_integer("heads", 8, "heads of queries", lower_bound=1)
-_GROUPS = flags.DEFINE_integer("groups", None, "heads of keys and values; as many without it")
-_HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "numbers of a head", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arrays")
-_DOCUMENT = flags.DEFINE_integer(
-    "document", 0, "length of documents that do not see each other; 0: rows are whole"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,24 +169,6 @@ def check(call: KernelCall, backend: str) -> None:
                 f"{call.op}: backend {backend!r} is wrong: result {number} is {error:.1e} from "
                 f"the reference's, more than {TOLERANCE[call.dtype]}; it is not measured"
             )
-
-
-def from_flags(op: str) -> KernelCall:
-    """Raises:
-    ValueError: documents for an op that knows none.
-    """
-    if _DOCUMENT.value and not takes_documents(op):
-        raise ValueError(f"--document={_DOCUMENT.value}: {op} has the same map for all rows")
-    return KernelCall(
-        op,
-        rows=_ROWS.value,
-        length=_LENGTH.value,
-        heads=_HEADS.value,
-        groups=_GROUPS.value or _HEADS.value,
-        head_size=_HEAD_SIZE.value,
-        dtype=_DTYPE.value,
-        document=_DOCUMENT.value,
-    )
 
 
 def _bytes(described: tuple[tuple[int, ...], str]) -> int:

@@ -1,0 +1,33 @@
+"""The flags that say which call of a kernel is compiled or timed."""
+
+from absl import flags
+
+from tools.kernel_calls import KernelCall, takes_documents
+
+_ROWS = flags.DEFINE_integer("rows", 8, "rows of a batch", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 2048, "positions of a row", lower_bound=1)
+_HEADS = flags.DEFINE_integer("heads", 8, "heads of queries", lower_bound=1)
+_GROUPS = flags.DEFINE_integer("groups", None, "heads of keys and values; as many without it")
+_HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "numbers of a head", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arrays")
+_DOCUMENT = flags.DEFINE_integer(
+    "document", 0, "length of documents that do not see each other; 0: rows are whole"
+)
+
+
+def from_flags(op: str) -> KernelCall:
+    """Raises:
+    ValueError: documents for an op that knows none.
+    """
+    if _DOCUMENT.value and not takes_documents(op):
+        raise ValueError(f"--document={_DOCUMENT.value}: {op} has the same map for all rows")
+    return KernelCall(
+        op,
+        rows=_ROWS.value,
+        length=_LENGTH.value,
+        heads=_HEADS.value,
+        groups=_GROUPS.value or _HEADS.value,
+        head_size=_HEAD_SIZE.value,
+        dtype=_DTYPE.value,
+        document=_DOCUMENT.value,
+    )
