@@ -77,7 +77,7 @@ AUTO = {
     }
 }
 AUTO["gpu"] = AUTO["cpu"]
-AUTO["tpu"] = {**AUTO["cpu"], "prefix_softmax": "tpu"}  # of float32
+AUTO["tpu"] = {**AUTO["cpu"], "prefix_softmax": "tpu", "taylor_attention": "tpu"}  # of float32
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -81,7 +81,7 @@ def test_features_make_the_weight():
     assert np.allclose(np.einsum("bfs,bft->bst", phi, phi), 1 + dot + dot**2 / 2, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["quadratic", "chunked"])
+@pytest.mark.parametrize("backend", ["tpu", "quadratic", "chunked"])
 def test_scale_may_sit_on_either_side(backend):
     """Only q.k counts: a factor on q equals the same on k, and the square root on both."""
     (q, k, v), _ = inputs(OP, SMALL)
@@ -110,7 +110,7 @@ def float64_gradients(q, k, v, do):
 
 
 @pytest.fixture(
-    scope="module", params=[(b, d) for b in ("quadratic", "chunked") for d in TOLERANCE]
+    scope="module", params=[(b, d) for b in ("tpu", "quadratic", "chunked") for d in TOLERANCE]
 )
 def compiled(request):
     backend, dtype = request.param
@@ -140,7 +140,7 @@ def test_any_scale_against_float64(compiled, scale):
         assert np.abs(g - w).max() / np.abs(w).max() <= tolerance
 
 
-@pytest.mark.parametrize("backend", ["quadratic", "chunked"])
+@pytest.mark.parametrize("backend", ["tpu", "quadratic", "chunked"])
 def test_long_row_of_ones_stays_one(backend):
     """Sums over 4,096 keys; the whole row is one document."""
     rng = np.random.default_rng(5)

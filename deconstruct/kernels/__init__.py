@@ -58,6 +58,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", causal.reference),
     ),
     "taylor_attention": (
+        Backend(
+            "tpu",
+            module="taylor_tpu",
+            platform="tpu",
+            interpreted=True,
+            advises_against=_scores_cost_more,
+        ),
         Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
         Backend("chunked", taylor_recurrence.chunked),
         Backend("reference", taylor.reference),
