@@ -123,6 +123,21 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
 
+def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
+    """The same, of arrays that every host has whole."""
+    sharding = batch_sharding(mesh)
+
+    def place(x):
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(place, batch)
+
+
+def constrain_whole(x: jax.Array) -> jax.Array:
+    """Gives every device the whole array, so that every host can read it."""
+    return x if active_mesh() is None else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
 def check_sizes(mesh: Mesh, sizes: Mapping[str, tuple[int, str]]) -> None:
     """Refuses sizes that the mesh axis under their logical name does not divide.
 

@@ -21,6 +21,7 @@ class TrainedModel:
       params: per layer, float32.
       fixed: start values of the fixed streams.
       metadata: of its step; None while it trains.
+      files_sha256: of the list of its step's files and their contents; None while it trains.
     """
 
     spec: ModelSpec
@@ -28,6 +29,7 @@ class TrainedModel:
     fixed: dict[str, Any]
     tokenizer: tokenizer_lib.Tokenizer
     metadata: checkpoint.Metadata | None
+    files_sha256: str | None = None
 
 
 def load(
@@ -55,7 +57,12 @@ def load(
     weights = stored.weights
     # A plan without fixed streams stores an empty collection, which Orbax leaves out.
     return TrainedModel(
-        spec, weights["params"], weights.get("fixed") or {}, tokenizer, stored.metadata
+        spec,
+        weights["params"],
+        weights.get("fixed") or {},
+        tokenizer,
+        stored.metadata,
+        checkpoint.files_sha256(stored.directory),
     )
 
 

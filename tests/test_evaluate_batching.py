@@ -117,6 +117,30 @@ def test_rows_as_long_as_a_line_are_not_isolated():
     assert batching.plan([Row([1] * 9)], LIMITS, compiled)[0].shape in compiled
 
 
+@pytest.mark.parametrize("size", [62, 64, 250, 256])
+@pytest.mark.parametrize("shards", [1, 8])
+def test_any_number_of_rows_that_fill_a_line(size, shards):
+    """One line each, in a shape that may hold no new tokens, whatever their number."""
+    limits = dataclasses.replace(LIMITS, shards=shards)
+    for count in range(1, 40):
+        rows = [Row([1] * size, targets=[Target((0,), 0, 1)]) for _ in range(count)]
+        batches = batching.plan(rows, limits, ())
+        assert_placed_once(rows, batches)
+        assert sum(len(batch.lines) for batch in batches) == count
+        for batch in batches:
+            arrays = batching.fill(batch)
+            assert (arrays.documents_BS is None) == (not batch.shape.packed)
+            assert batch.shape.packed or batch.shape.new == 0
+    (batch,) = batching.plan([Row([1] * size)], LIMITS, ())
+    assert batch.shape.num_lines == 1
+
+
+def test_few_new_tokens_need_little_room():
+    rows = [Row([1] * 150, [1] * (i % 3), [0] * (i % 3)) for i in range(100)]
+    batches = batching.plan(rows, LIMITS, ())
+    assert {batch.shape.new for batch in batches} <= {8, 16}
+
+
 def test_few_rows_make_a_small_batch():
     (batch,) = batching.plan([Row([1] * 60)], LIMITS, ())
     assert batch.shape[:3] == (1, 64, 0)

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import models
 import pytest
 
 from deconstruct.evaluate import report, run
@@ -35,6 +36,22 @@ def test_the_papers_figures_are_those_it_printed(shared_dir):
     assert {names.get(key, key) for key in printed} == ours.keys()
     for key in printed.keys() - {"source"}:
         assert ours[names.get(key, key)] == printed[key]
+
+
+def test_the_papers_models_like_ours_are_in_the_table():
+    def rows(mixer, plan, num_kv_heads=4):
+        spec = models.make_spec(mixer, plan, 4, num_kv_heads=num_kv_heads)
+        return list(report.table([], "ours", spec).rows)
+
+    beside = ["paper: random", "paper: majority"]
+    assert rows("standard", "uniform") == [*beside, "paper 500m: standard", "ours"]
+    assert rows("mlp", "uniform") == [
+        *beside, "paper 500m: standard", "paper 500m: uniform mlp", "ours",
+    ]  # fmt: skip
+    assert rows("mlp", "even")[3] == "paper 500m: hybrid_even mlp"
+    assert len(rows("mlp", "odd")) == len(rows("mlp+approximate", "even")) == 4
+    shared = rows("fixed_seq_qk", "even", num_kv_heads=2)
+    assert shared[2:4] == ["paper 500m_gqa: standard", "paper 500m_gqa: hybrid_even fixed_seq_qk"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")

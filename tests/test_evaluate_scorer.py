@@ -1,9 +1,11 @@
 """Scores against the model's own logits, whatever they are batched with (E2)."""
 
+import dataclasses
 import functools
 import json
 import pathlib
 import random
+import socket
 import subprocess
 import sys
 
@@ -134,6 +136,26 @@ def test_what_it_is_batched_with_does_not_matter(model, batch_tokens):
     assert_same(scores.answers, [alone[i] for i in order])
 
 
+def test_hundreds_of_continuations_of_one_context(model):
+    """More than a row may hold: they are in several, and what they share is scored once."""
+    words = [f" {a} {b} sea" for a in WORDS for b in WORDS]
+    requests = [Pair("the cat", f" sat{end}") for end in words]
+    scores = make_scorer(model).score(requests)
+    some = [0, 7, 150, len(requests) - 1]
+    alone = [make_scorer(model).score([requests[i]]).answers[0] for i in some]
+    assert_same([scores.answers[i] for i in some], alone)
+    scorer = make_scorer(model)
+    scorer.score(requests)
+    assert max(shape.new for shape in scorer.shapes) <= MAX_LEN + 8
+
+
+def test_weights_that_are_no_numbers_are_told(model):
+    broken = jax.tree.map(lambda x: x * np.nan, model.params)
+    scorer = make_scorer(dataclasses.replace(model, params=broken))
+    with pytest.raises(ValueError, match="no finite number: the weights are broken"):
+        scorer.score(make_requests())
+
+
 def test_equal_requests_are_read_once_and_tie(model):
     request = make_requests()[1]
     once, twice = make_scorer(model).score([request]), make_scorer(model).score([request] * 2)
@@ -188,4 +210,51 @@ def test_devices_do_not_matter(model):
     assert done.returncode == 0, done.stderr[-3000:]
     expected = make_scorer(model).score(make_requests()).answers
     for answers in json.loads(done.stdout).values():
+        assert_same([scorer_lib.Answer(*answer) for answer in answers], expected)
+
+
+HOST_PROGRAM = """
+import json, sys
+import jax
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 2, int(sys.argv[2]))
+from test_evaluate_scorer import make_model, make_requests
+from deconstruct import decoder, sharding
+from deconstruct.evaluate.scorer import Scorer
+import dataclasses, functools, numpy as np
+
+mesh = sharding.make_mesh(2, 2, 1)
+model = make_model()
+boxed = jax.eval_shape(functools.partial(decoder.init, model.spec), jax.random.key(0))
+def place(x, where):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, where, lambda i: x[i])
+params = jax.tree.map(place, model.params, sharding.param_shardings(boxed, mesh))
+fixed = jax.tree.map(lambda x: place(x, sharding.replicated(mesh)), model.fixed)
+scorer = Scorer(dataclasses.replace(model, params=params, fixed=fixed), mesh)
+print(json.dumps(scorer.score(make_requests()).answers))
+"""
+
+
+@pytest.mark.slow
+def test_hosts_do_not_matter(model):
+    """Two processes of two devices each: both know all answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST_PROGRAM, port, str(number)],
+            cwd=pathlib.Path(__file__).parent,
+            env=devices.environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    expected = make_scorer(model).score(make_requests()).answers
+    for process in processes:
+        printed, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+        answers = json.loads(printed.splitlines()[-1])
         assert_same([scorer_lib.Answer(*answer) for answer in answers], expected)

@@ -15,6 +15,7 @@ to oldest, and every refusal is logged. Reading never writes, moves or deletes a
 """
 
 from deconstruct.checkpoint.identity import Identity, Metadata, differences
+from deconstruct.checkpoint.integrity import files_sha256
 from deconstruct.checkpoint.manager import Checkpointer, Restored
 from deconstruct.checkpoint.reading import (
     FOLDER,
@@ -32,6 +33,7 @@ __all__ = [
     "Restored",
     "StoredWeights",
     "differences",
+    "files_sha256",
     "find_step",
     "restore_weights",
     "stored_steps",

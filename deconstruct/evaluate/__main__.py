@@ -34,7 +34,9 @@ _BOOTSTRAP = flags.DEFINE_integer(
 _LOG_SAMPLES = flags.DEFINE_bool("log_samples", False, "keep each document's answers in the JSON")
 _LEAD = flags.DEFINE_bool("start_token", False, "put the start token before every context")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arithmetic")
-_BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 2048, "about how many tokens a batch holds")
+_BATCH_TOKENS = flags.DEFINE_integer(
+    "batch_tokens", None, "about how many tokens a batch holds; the platform's when left out"
+)
 _FSDP = flags.DEFINE_integer("fsdp", 1, "mesh axis of that name; rows are spread over the rest")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "mesh axis of that name")
 
@@ -70,8 +72,8 @@ def main(argv) -> None:
         progress_file=progress_file,
         settings=settings,
     )
-    label = f"{settings['checkpoint']} step {settings['step']}"
-    table = report.table(results, label)
+    label = ", ".join([f"{settings['checkpoint']} step {settings['step']}", *restrictions()])
+    table = report.table(results, label, scorer.model.spec)
     text = report.markdown(table)
     if lengths:
         text += f"\n\n{report.markdown(report.context_table(perplexities, label))}"
@@ -96,7 +98,9 @@ def check_flags() -> tuple[pathlib.Path, list[int]]:
         ("output", _OUTPUT.value),
     ):
         if not value:
-            raise ValueError(f"--{name} is missing; see --help")
+            how = f": name the folder of the documents, or fetch them with {data.FETCH}"
+            how = how if name == "data_dir" else "; see --help"
+            raise ValueError(f"--{name} is missing{how}")
     if _SKIP.value and _KEEP.value:
         raise ValueError("--skip and --spec_override both choose layers: give one of them")
     output = pathlib.Path(_OUTPUT.value).expanduser()
@@ -107,6 +111,22 @@ def check_flags() -> tuple[pathlib.Path, list[int]]:
     if not all(length.isdecimal() and int(length) > 0 for length in _CONTEXTS.value):
         raise ValueError(f"--context_lengths={','.join(_CONTEXTS.value)}: numbers of tokens only")
     return output, sorted({int(length) for length in _CONTEXTS.value})
+
+
+def restrictions() -> list[str]:
+    """What makes the figures others than those of the whole model on all documents."""
+    return [
+        f"{name}={value}" if value is not True else name
+        for name, value in (
+            ("skip", _SKIP.value),
+            ("layers", _KEEP.value),
+            ("limit", _LIMIT.value),
+            ("max_len", _MAX_LEN.value),
+            ("start token", _LEAD.value),
+            ("bfloat16", _DTYPE.value == "bfloat16"),
+        )
+        if value
+    ]
 
 
 def load_scorer():
@@ -145,6 +165,7 @@ def settings_of(scorer, documents) -> dict[str, Any]:
     return {
         "checkpoint": _CHECKPOINT.value,
         "step": scorer.model.metadata.step,
+        "checkpoint_sha256": scorer.model.files_sha256,
         "spec": json.loads(scorer.model.spec.to_json()),
         "tokenizer_sha256": scorer.model.tokenizer.sha256,
         "max_len": scorer.max_len,

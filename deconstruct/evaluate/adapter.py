@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deconstruct import generate, sharding, trained
 from deconstruct.decoder import Compute
-from deconstruct.evaluate.scorer import BATCH_TOKENS, Scorer
+from deconstruct.evaluate.scorer import Scorer
 from deconstruct.evaluate.tasks import Pair, Whole
 
 try:
@@ -42,7 +42,7 @@ class DeconstructLM(LM):
         step: int | None = None,
         max_len: int | None = None,
         dtype: str = "float32",
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         start_token: bool = False,
         scorer: Scorer | None = None,
         **ignored,
@@ -52,7 +52,7 @@ class DeconstructLM(LM):
         step: which step; the newest when left out.
         max_len: tokens read at once; the model's when left out.
         dtype: of the arithmetic.
-        batch_tokens: about how many tokens a batch holds.
+        batch_tokens: about how many tokens a batch holds; None takes the platform's.
         start_token: whether the start token leads every context.
         scorer: in place of all these, one that is there already.
         ignored: lm-eval's own `batch_size`, `max_batch_size` and `device`.

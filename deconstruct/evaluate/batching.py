@@ -15,8 +15,8 @@ import numpy as np
 from deconstruct.evaluate.rows import Row
 
 _SHORTEST = 64  # tokens of context in the narrowest lines
-_STEPS = 4  # the room for new tokens is a multiple of the context's by so many
-_FULL = 0.95  # of the room, what rows take up; 0.93 to 0.98 on the paper's tasks
+_FULL = 0.95  # about so much of the scarcer room is taken up where a line holds many rows
+_OPEN = 256  # lines that are looked through for room
 
 
 class Shape(NamedTuple):
@@ -93,7 +93,7 @@ def plan(rows: Sequence[Row], limits: Limits, compiled: Collection[Shape]) -> li
     sizes_R3 = np.array([(len(r.context), len(r.new), len(r.targets)) for r in rows]).reshape(-1, 3)
     lines_of: dict[Shape, list[list[Row]]] = {}
     for shape, own in _groups(sizes_R3, limits, compiled):
-        lines = _pack(sizes_R3[own], np.array(shape[1:4]))
+        lines = _pack(sizes_R3[own], shape)
         lines_of.setdefault(shape, []).extend([[rows[own[r]] for r in line] for line in lines])
     return [
         Batch(shape, lines_of[shape][first : first + shape.num_lines])
@@ -104,6 +104,7 @@ def plan(rows: Sequence[Row], limits: Limits, compiled: Collection[Shape]) -> li
 
 def fill(batch: Batch) -> Arrays:
     shape = batch.shape
+    assert shape.packed or (shape.new == 0 and all(len(line) == 1 for line in batch.lines))
     lines = [_join(line, shape.context) for line in batch.lines]
 
     def padded(name: str, size: int, padding: int = 0) -> np.ndarray:
@@ -186,57 +187,70 @@ def _best(
 ) -> tuple[float, Shape]:
     """(FLOPs, shape) of the cheapest shape for rows whose contexts are `width` long at most."""
     most_3 = sizes_R3.max(axis=0)
-    step = -(-width // _STEPS)
-    least = -(-most_3[1] // step)
-    rooms = [
-        np.array([width, new * step, max(width + new * step, -(-most_3[2] // 64) * 64)])
-        for new in range(least, max(least, 2 * _STEPS) + 1)
-    ]
-    choices = []
-    for room_3 in rooms:
-        is_alone = most_3[1] == 0 and np.all(2 * sizes_R3[:, 0] > width)
-        num_lines = _lines_of_batch(room_3, _least_lines(sizes_R3, room_3), limits)
-        choices.append(Shape(num_lines, *room_3.tolist(), packed=not is_alone))
-    choices += [
-        shape
-        for shape in compiled
-        if np.all(most_3 <= shape[1:4])
-        and (shape.packed or (most_3[1] == 0 and np.all(2 * sizes_R3[:, 0] > shape.context)))
-    ]
+    choices = [shape for shape in compiled if _holds(shape, sizes_R3)]
+    for new in _rooms_for_new(width, int(most_3[1])):
+        targets = max(width + new, -(-int(most_3[2]) // 64) * 64)
+        shape = Shape(0, width, new, targets, packed=True)
+        num_lines = _lines_of_batch(shape, _least_lines(sizes_R3, shape), limits)
+        shape = shape._replace(num_lines=num_lines)
+        alone = shape._replace(packed=False)
+        choices.append(alone if _holds(alone, sizes_R3) else shape)
 
     def cost(shape: Shape) -> float:
-        num_lines = _least_lines(sizes_R3, np.array(shape[1:4]))
-        num_batches = -(-num_lines // shape.num_lines)
+        num_batches = -(-_least_lines(sizes_R3, shape) // shape.num_lines)
         reading = num_batches * shape.num_lines * limits.line_flops(shape.line_tokens)
         return reading + (0 if shape in compiled else limits.compilation_flops)
 
     return min((cost(shape), shape) for shape in choices)
 
 
-def _least_lines(sizes_R3: np.ndarray, room_3: np.ndarray) -> int:
-    """About how many lines with so much room the rows need."""
-    full = np.max(sizes_R3.sum(axis=0) / np.maximum(room_3, 1)) / _FULL
+def _holds(shape: Shape, sizes_R3: np.ndarray) -> bool:
+    """Whether each row has room; without packing, each as the only one of its line as well."""
+    if not np.all(sizes_R3.max(axis=0) <= shape[1:4]):
+        return False
+    return shape.packed or (shape.new == 0 and bool(np.all(2 * sizes_R3[:, 0] > shape.context)))
+
+
+def _rooms_for_new(width: int, most: int) -> list[int]:
+    """Few sizes, so that tasks share them: 0, 8, 16, ..., a quarter of the context's, two, ..."""
+    quarter = -(-width // 4)
+    small = [8 << i for i in range(quarter.bit_length()) if 8 << i < quarter]
+    rooms = [0, *small, *(quarter * i for i in range(1, 9))]
+    return [room for room in rooms if room >= most] or [-(-most // quarter) * quarter]
+
+
+def _least_lines(sizes_R3: np.ndarray, shape: Shape) -> int:
+    """About how many lines the rows need."""
+    room_3 = np.maximum(shape[1:4], 1)
     alone = int(np.sum(np.any(2 * sizes_R3 > room_3, axis=1)))
-    return max(int(np.ceil(full)), alone, 1)
+    full = int(np.ceil(np.max(sizes_R3.sum(axis=0) / room_3) / _FULL))
+    return min(max(full, alone), len(sizes_R3))
 
 
-def _lines_of_batch(room_3: np.ndarray, num_lines: int, limits: Limits) -> int:
+def _lines_of_batch(shape: Shape, num_lines: int, limits: Limits) -> int:
     """A multiple of the shards: as many as `batch_tokens` allow, or a power of two that is enough.
 
     Fewer sizes than there are numbers of lines: what remains of a batch costs less than compiling.
     """
-    most = max(limits.batch_tokens // int(room_3[0] + room_3[1]) // limits.shards, 1)
+    most = max(limits.batch_tokens // shape.line_tokens // limits.shards, 1)
     needed = 1 << (-(-num_lines // limits.shards) - 1).bit_length()
     return limits.shards * min(most, needed)
 
 
-def _pack(sizes_R3: np.ndarray, room_3: np.ndarray) -> list[list[int]]:
+def _pack(sizes_R3: np.ndarray, shape: Shape) -> list[list[int]]:
     """Lines of row numbers: each into the first line with room for it, the largest rows first."""
+    if not shape.packed:
+        return [[r] for r in range(len(sizes_R3))]
+    room_3 = np.array(shape[1:4])
     order = np.argsort(-np.max(sizes_R3 / np.maximum(room_3, 1), axis=1), kind="stable")
     left_L3 = np.tile(room_3, (len(sizes_R3), 1))
-    lines: list[list[int]] = [[] for _ in sizes_R3]
+    lines: list[list[int]] = []
     for r in order:
-        line = int(np.argmax(np.all(left_L3[: len(lines)] >= sizes_R3[r], axis=1)))
+        first = max(len(lines) - _OPEN, 0)  # those before have little room, and rows get smaller
+        fits = np.all(left_L3[first : len(lines) + 1] >= sizes_R3[r], axis=1)
+        line = first + int(np.argmax(fits))
+        if line == len(lines):
+            lines.append([])
         left_L3[line] -= sizes_R3[r]
         lines[line].append(int(r))
-    return [line for line in lines if line]
+    return lines

@@ -2,8 +2,12 @@
 
     python -m deconstruct.evaluate.data --output=DIR [--tasks=arc_easy,piqa]
 
-A folder holds DIR/TASK/SPLIT.jsonl or .jsonl.gz, one JSON object a line, with the fields that
-`tasks.Source` names; others are not read. The number of documents and a hash of those fields say
+A folder holds DIR/TASK/SPLIT.jsonl or .jsonl.gz, one JSON object a line as the hub has it, such as
+
+    {"goal": "...", "sol1": "...", "sol2": "...", "label": 0}
+
+in DIR/piqa/validation.jsonl; which fields a task reads stands in `tasks.py` (`Source`), others are
+not read. The number of documents and a hash of those fields say
 whether they are the official ones. No code of a data set is ever run.
 """
 
@@ -26,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 if __name__ == "__main__":  # the evaluation's own command has a --tasks and an --output as well
     _OUTPUT = flags.DEFINE_string("output", None, "folder to write; what is there stays")
-    _TASKS = flags.DEFINE_list("tasks", ["all"], "which; all means the paper's nine")
+    _TASKS = flags.DEFINE_list("tasks", list(TASKS), "which")
     _REVISION = flags.DEFINE_string("revision", "main", "branch, tag or commit of the data sets")
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from deconstruct.evaluate.run import TaskResult
 from deconstruct.evaluate.tasks import TASKS
+from deconstruct.spec import STANDARD, ModelSpec, plan_layers
 
 PAPER_FILE = pathlib.Path(__file__).with_name("paper_results.json")
 
@@ -56,8 +57,8 @@ class Table(NamedTuple):
     rows: Mapping[str, Sequence[float | None]]
 
 
-def table(results: Sequence[TaskResult], name: str, size: str = "500m") -> Table:
-    """The paper's table 1: chance, majority, its standard model, and `name` below."""
+def table(results: Sequence[TaskResult], name: str, spec: ModelSpec | None = None) -> Table:
+    """The paper's table 1: chance, majority, its models like that of `spec`, and `name` below."""
     paper = json.loads(PAPER_FILE.read_text())
     columns = paper["columns"]
     figures = {r.task: r.figures for r in results}
@@ -66,8 +67,34 @@ def table(results: Sequence[TaskResult], name: str, size: str = "500m") -> Table
         ours[column] = factor * figures[task][metric] if task in figures else None
     accuracies = [ours[column] for column in _AVERAGED]
     ours["avg"] = None if None in accuracies else sum(accuracies) / len(accuracies)
-    rows = {f"paper {size}: {row}": paper[size][row] for row in ("random", "majority", "standard")}
+    size = "500m" if spec is None else _paper_size(spec)
+    rows = {f"paper: {row}": paper["500m"][row] for row in ("random", "majority")}
+    rows[f"paper {size}: standard"] = paper[size]["standard"]
+    if spec is not None and (same := _paper_plan(spec)) is not None:
+        plan, mixer = same
+        if (printed := paper[size][plan].get(mixer)) is not None:
+            rows[f"paper {size}: {plan} {mixer}"] = printed
     return Table(columns, rows | {name: [ours[column] for column in columns]})
+
+
+def _paper_size(spec: ModelSpec) -> str:
+    """The paper's model that is the most alike; of those smaller than 1.7B it prints one."""
+    if spec.model_dim >= 2048:
+        return "1700m"
+    return "500m" if spec.num_kv_heads == spec.num_heads else "500m_gqa"
+
+
+def _paper_plan(spec: ModelSpec) -> tuple[str, str] | None:
+    """(plan, mixer) where the paper has one of the two, and that mixer beside the standard one."""
+    mixers = [layer.mixer for layer in spec.layers]
+    others = set(mixers) - {STANDARD}
+    if len(others) != 1:
+        return None
+    (mixer,) = others
+    for plan, name in (("uniform", "uniform"), ("even", "hybrid_even")):
+        if mixers == [layer.mixer for layer in plan_layers(len(mixers), mixer, plan)]:
+            return name, mixer
+    return None
 
 
 def context_table(perplexities: Mapping[int, float], name: str) -> Table:

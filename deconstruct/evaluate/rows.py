@@ -98,7 +98,7 @@ def encode(
         num_truncated += len(context) > room
         shared.setdefault(context[-room:].tobytes(), []).append((place, continuation))
     for context, continuations in shared.items():
-        rows.append(_pair_row(np.frombuffer(context, np.int32).tolist(), continuations))
+        rows += _pair_rows(np.frombuffer(context, np.int32).tolist(), continuations, max_len)
     return Encoded(rows, num_truncated)
 
 
@@ -121,18 +121,42 @@ def _pairs_of_ids(
         yield context, continuation
 
 
-def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]]) -> Row:
-    """What all begin with is read behind the context; where they part, each is a branch of it."""
+def _pair_rows(
+    context: list[int], continuations: Sequence[tuple[int, np.ndarray]], max_len: int
+) -> Iterator[Row]:
+    """What all begin with is read behind the context; where they part, each is a branch of it.
+
+    More branches than max_len tokens, or targets, are in rows of their own.
+    """
     beginning = _common_beginning([ids for _, ids in continuations])
-    rests = [(r, ids[len(beginning) :].tolist()) for r, ids in continuations]
-    rests = [(request, rest) for request, rest in rests if rest]
-    row = Row(context + beginning)
-    everyone = tuple(request for request, _ in continuations)
     first = len(context) - 1
-    row.targets = [Target(everyone, first + i, id) for i, id in enumerate(beginning)]
-    last = len(row.context) - 1
-    if not rests:
-        row.context.pop()  # no continuation goes on: the last token is scored, and read by none
+    everyone = tuple(request for request, _ in continuations)
+    shared = [Target(everyone, first + i, id) for i, id in enumerate(beginning)]
+    rests = [(r, ids[len(beginning) :].tolist()) for r, ids in continuations]
+    for some in _of_few_tokens([rest for rest in rests if rest[1]], max_len):
+        yield _branching_row(context + beginning, some, shared)
+        shared = []
+    if shared:  # no continuation goes on: the last token is scored, and read by none
+        yield Row((context + beginning)[:-1], targets=shared)
+
+
+def _of_few_tokens(rests: Sequence[tuple[int, list[int]]], most: int):
+    """Parts of the rests, in order, each of so many tokens or of one rest."""
+    part, size = [], 0
+    for rest in rests:
+        if part and size + len(rest[1]) > most:
+            yield part
+            part, size = [], 0
+        part.append(rest)
+        size += len(rest[1])
+    if part:
+        yield part
+
+
+def _branching_row(context: list[int], rests: Sequence[tuple[int, list[int]]], targets) -> Row:
+    """The row of some continuations, by request, and of targets that the context predicts."""
+    row = Row(list(context), targets=list(targets))
+    last = len(context) - 1
     for branch, (request, rest) in enumerate(rests):
         places = [last, *range(last + 1 + len(row.new), last + len(row.new) + len(rest))]
         row.targets += [
@@ -140,7 +164,7 @@ def _pair_row(context: list[int], continuations: Sequence[tuple[int, np.ndarray]
         ]
         row.new += rest[:-1]
         row.branches += [branch] * (len(rest) - 1)
-    if len(rests) == 1:  # the others end where it goes on
+    if len(rests) == 1:  # it goes on where the context ends
         row.context, row.new, row.branches = row.context + row.new, [], []
     return row
 

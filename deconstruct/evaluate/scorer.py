@@ -27,11 +27,24 @@ from deconstruct.evaluate.tasks import Answer, Whole
 from deconstruct.trained import TrainedModel
 
 FLOAT32 = Compute(jnp.float32)
-BATCH_TOKENS = 2048  # read at once, by all devices that share the batch; padding counts
 
-# Half of what the arithmetic of two cores does while a shape compiles, about 1.7 s: some processes
-# score a list once, others again and again.
-COMPILATION_FLOPS = 2e11
+
+class Defaults(NamedTuple):
+    """Of a platform.
+
+    Attributes:
+      batch_tokens: read at once, by each device; padding counts.
+      compilation_flops: what its arithmetic does while a shape compiles.
+    """
+
+    batch_tokens: int
+    compilation_flops: float
+
+
+# Two cores compile a shape in about 1.7 s; half of that, for some processes score a list once, and
+# others again and again. An accelerator's are estimates: a batch that fills it, and ten seconds.
+ON_CPU = Defaults(2048, 2e11)
+ON_ACCELERATORS = Defaults(16_384, 2e15)
 # The time of a FLOP of attention's maps, in that of a FLOP of a projection (two cores, 70M).
 _MAP_SLOWNESS = 3
 
@@ -64,7 +77,7 @@ class Scorer:
         *,
         max_len: int | None = None,
         compute: Compute = FLOAT32,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         lead: bool = False,
     ):
         """Args:
@@ -72,7 +85,7 @@ class Scorer:
         mesh: rows are spread over its batch axes.
         max_len: the most tokens read at once; None takes the model's own.
         compute: the dtype of the arithmetic; softmax and sums are float32 whatever it is.
-        batch_tokens: how many tokens a batch holds, about.
+        batch_tokens: how many tokens a batch holds, about; None takes the platform's.
         lead: see `rows.encode`.
 
         Raises:
@@ -82,7 +95,15 @@ class Scorer:
         self.max_len = model.spec.max_len if max_len is None else max_len
         if not 1 <= self.max_len <= model.spec.max_len:
             raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
-        self.batch_tokens = batch_tokens
+        shards = sharding.batch_shards(mesh)
+        defaults = ON_CPU if mesh.devices.flat[0].platform == "cpu" else ON_ACCELERATORS
+        self._limits = batching.Limits(
+            self.max_len,
+            defaults.batch_tokens * shards if batch_tokens is None else batch_tokens,
+            shards,
+            self._line_flops,
+            defaults.compilation_flops,
+        )
         self.shapes: dict[Shape, None] = {}
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
 
@@ -107,21 +128,18 @@ class Scorer:
           max_len: the most tokens read at once; None takes the scorer's own.
 
         Raises:
-          ValueError: a continuation that has no tokens.
+          ValueError: a continuation that has no tokens; weights that give no number.
         """
         unique = list(dict.fromkeys(requests))
         max_len = self.max_len if max_len is None else max_len
         encoded = rows_lib.encode(self.model.tokenizer, unique, max_len, self.lead)
-        shards = sharding.batch_shards(self.mesh)
-        limits = batching.Limits(
-            max_len, self.batch_tokens, shards, self._line_flops, COMPILATION_FLOPS
-        )
+        limits = dataclasses.replace(self._limits, max_len=max_len)
         sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
         batches = batching.plan(encoded.rows, limits, self.shapes)
         if sum(len(batch.rows) for batch in batches) != len(encoded.rows):
             raise RuntimeError("the batches do not hold every row once; please report this")
-        for batch in batches:
-            nll_BN, best_BN = self._run(batch)
+        for batch, scores in self._run_ahead(batches):
+            nll_BN, best_BN = jax.device_get(scores)
             for line, nll_N, best_N in zip(batch.lines, nll_BN, best_BN, strict=False):
                 targets = [target for row in line for target in row.targets]
                 for target, nll, best in zip(targets, nll_N, best_N, strict=False):
@@ -129,6 +147,11 @@ class Scorer:
                         sums[request] -= nll
                         greedy[request] &= best
             on_rows(len(batch.rows), len(encoded.rows))
+        if not np.all(np.isfinite(sums)):
+            raise ValueError(
+                "a log-likelihood is no finite number: the weights are broken, or too large for "
+                f"{jnp.dtype(self.compute.dtype)}"
+            )
         answers = {
             request: Answer(float(total), bool(best) and not isinstance(request, Whole))
             for request, total, best in zip(unique, sums, greedy, strict=True)
@@ -143,13 +166,23 @@ class Scorer:
         maps = line.mixers + line.feed_forward - projections
         return projections + _MAP_SLOWNESS * maps
 
-    def _run(self, batch: batching.Batch) -> tuple[np.ndarray, np.ndarray]:
+    def _run_ahead(self, batches: Sequence[batching.Batch]):
+        """(batch, its scores on their way), the next batch being under way as well."""
+        before = None
+        for batch in batches:
+            now = batch, self._run(batch)
+            if before is not None:
+                yield before
+            before = now
+        if before is not None:
+            yield before
+
+    def _run(self, batch: batching.Batch) -> tuple[jax.Array, jax.Array]:
         """(negative log-likelihoods, whether each was the likeliest), (B, N), of the targets."""
         self.shapes[batch.shape] = None
         with jax.set_mesh(self.mesh):
-            placed = sharding.place_batch(batching.fill(batch), self.mesh)
-            scores = self._score(self.model.params, self.model.fixed, placed)
-        return jax.device_get(scores)
+            placed = sharding.place_whole_batch(batching.fill(batch), self.mesh)
+            return self._score(self.model.params, self.model.fixed, placed)
 
 
 def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
@@ -167,10 +200,11 @@ def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
             compute=compute,
         )
     x_BND = jnp.take_along_axis(x_BSD, arrays.places_BN[:, :, None], axis=1)
-    return objective.token_scores(
+    scores = objective.token_scores(
         sharding.constrain_batch(x_BND),
         decoder.head_table(spec, params),
         arrays.targets_BN,
         arrays.wanted_BN,
         vocab_size=spec.vocab_size,
     )
+    return tuple(map(sharding.constrain_whole, scores))

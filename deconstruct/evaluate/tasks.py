@@ -147,7 +147,9 @@ Task = MultipleChoice | LastWord | Pages
 
 def check(task: Task, document: Document) -> None:
     """Raises an error of any kind for a document that cannot be asked or has no right answer."""
-    task.requests(document)
+    for request in task.requests(document):
+        if isinstance(request, Pair) and not request.continuation.strip():
+            raise ValueError("nothing is asked: a choice or the last word is empty")
     if isinstance(task, MultipleChoice):
         gold, count = task.gold(document), len(task.choices(document))
         if gold not in range(count):
