@@ -50,8 +50,8 @@ def test_the_papers_models_like_ours_are_in_the_table():
     ]  # fmt: skip
     assert rows("mlp", "even")[3] == "paper 500m: hybrid_even mlp"
     assert len(rows("mlp", "odd")) == len(rows("mlp+approximate", "even")) == 4
-    shared = rows("fixed_seq_qk", "even", num_kv_heads=2)
-    assert shared[2:4] == ["paper 500m_gqa: standard", "paper 500m_gqa: hybrid_even fixed_seq_qk"]
+    shared = rows("rnd_emb_qk", "even", num_kv_heads=2)
+    assert shared[2:4] == ["paper 500m_gqa: standard", "paper 500m_gqa: hybrid_even rnd_emb_qk"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
