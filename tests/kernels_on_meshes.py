@@ -24,11 +24,14 @@ def batch_of_8(op):
     return (*arrays[:shared], *rows[:-1]), rows[-1]
 
 
-for op, backend in [
-    *((op, "auto") for op in OPS),
+OTHERS = [
     ("taylor_attention", "chunked"),
+    ("taylor_attention", "tpu"),
     ("prefix_softmax", "tpu"),
-]:
+    ("causal_attention", "splash"),
+    ("fixed_map_attention", "splash"),
+]
+for op, backend in [*((op, "auto") for op in OPS), *OTHERS]:
     arrays, do = batch_of_8(op)
     wanted = with_gradients(bind(op, CASE, backend))(arrays, do)
     one_row = with_gradients(bind(op, CASE, backend))

@@ -110,3 +110,19 @@ def test_mixers_lines():
     standard, mlp = map(json.loads, done.stdout.splitlines())
     assert standard["mixer"] == "standard" and standard["ratio"] == standard["flops_ratio"] == 1
     assert mlp["mixer"] == "mlp" and mlp["ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "args, status, message",
+    [([], 2, "usage: "), (["out"], 1, "error: JAX finds no GPU here: pip install")],
+)
+def test_the_check_of_a_gpu_needs_one(args, status, message, tmp_path):
+    done = subprocess.run(
+        [ROOT / "tools" / "gpu_check.sh", *args],
+        cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status and done.stderr.startswith(message)
+    assert len(done.stderr.splitlines()) == 1

@@ -76,6 +76,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("reference", prefix.reference),
     ),
     "fixed_map_attention": (
+        Backend("splash", module="fixed_map_splash", platform="tpu", interpreted=True),
         Backend("blocked", fixed_map.blocked),
         Backend("reference", fixed_map.reference),
     ),

@@ -28,11 +28,12 @@ def refuses(call: Call) -> str | None:
 def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None) -> jax.Array:
     """o_BTHW by splash attention, on whole blocks of positions."""
     given = ("BTHK", "BTGK", "BTGW", "BT")
-    attend = per_shard(_attend, given, ("BTHW",), v_BTGW)
-    return attend(q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
+    local = per_shard(attend, given, ("BTHW",), v_BTGW)
+    return local(q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
 
 
-def _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def attend(q_BTHK, k_BTGK, v_BTGW, runs_BT) -> tuple[jax.Array]:
+    """(o_BTHW,) of one device; the values' size may be another than the keys'."""
     _, length, heads, key_size = q_BTHK.shape
     block = min(_BLOCK, -(-length // _LANES) * _LANES)
     padding = -length % block
