@@ -81,6 +81,12 @@ def test_the_json_has_lm_evals_shape(unbroken, trained_run):
         len(page.encode()) + 3 * n for n, page in enumerate(pages)
     )
     assert set(ours["truncated_requests"]) == set(ours["tokens_read"]) == set(NAMES)
+    assert set(ours["tokens_scored"]) == set(NAMES) and set(ours["token_perplexity"]) == {
+        "wikitext"
+    }
+    bits = wikitext["bits_per_byte,none"] * over["bits_per_byte"]
+    per_token = 2 ** (bits / ours["tokens_scored"]["wikitext"])
+    assert ours["token_perplexity"]["wikitext"] == pytest.approx(per_token)
     assert f"({ours['compiled_shapes']} shapes compiled)" in printed
 
 
@@ -164,7 +170,7 @@ class CountingScorer:
     def score(self, requests, on_rows, max_len=None):
         self.asked.append([request[-1] for request in requests])
         self.shapes[len(self.shapes), 16, 0, 8, True] = None
-        return Scores([Answer(-float(len(r[-1])), False) for r in requests], 0, 1)
+        return Scores([Answer(-float(len(r[-1])), False) for r in requests], 0, 1, 1)
 
 
 class TestProgressFile:

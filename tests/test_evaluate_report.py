@@ -60,7 +60,7 @@ def test_a_picture_has_a_row_for_each_model(tmp_path):
 
     from deconstruct.evaluate import picture
 
-    results = [run.TaskResult("copa", {"acc,none": 0.5}, 1, 1, 0, 0, {}, [])]
+    results = [run.TaskResult("copa", {"acc,none": 0.5}, 1, 1, 0, 0, 0, None, {}, [])]
     heights, widths = [], []
     for name in ("ours", "a model of a much longer name"):
         table = report.table(results, name)

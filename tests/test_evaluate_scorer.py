@@ -160,6 +160,14 @@ def test_equal_requests_are_read_once_and_tie(model):
     request = make_requests()[1]
     once, twice = make_scorer(model).score([request]), make_scorer(model).score([request] * 2)
     assert twice.tokens_read == once.tokens_read and twice.answers == once.answers * 2
+    assert twice.tokens_scored == 2 * once.tokens_scored > 0
+
+
+def test_tokens_scored_are_those_of_the_texts(model):
+    text = make_requests()[-1].text
+    scores = make_scorer(model).score([Whole(text), Pair("the cat", " sat")])
+    ids = [model.tokenizer.encode(t) for t in (text, "the cat", "the cat sat")]
+    assert scores.tokens_scored == len(ids[0]) + len(ids[2]) - len(ids[1])
 
 
 def test_shapes_are_compiled_once(model):

@@ -41,6 +41,10 @@ def to_json(results: Sequence[TaskResult], settings: Mapping[str, Any]) -> dict[
             **settings,
             "truncated_requests": {r.task: r.num_truncated for r in results},
             "tokens_read": {r.task: r.tokens_read for r in results},
+            "tokens_scored": {r.task: r.tokens_scored for r in results},
+            "token_perplexity": {
+                r.task: r.token_perplexity for r in results if r.token_perplexity is not None
+            },
             "denominators": {r.task: r.denominators for r in results},
         },
     }

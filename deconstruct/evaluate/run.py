@@ -8,12 +8,13 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from deconstruct.evaluate import metrics
 from deconstruct.evaluate.batching import Shape
-from deconstruct.evaluate.scorer import Scorer
-from deconstruct.evaluate.tasks import TASKS, Document, Task
+from deconstruct.evaluate.scorer import Scorer, Scores
+from deconstruct.evaluate.tasks import TASKS, Document, Pages, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,8 @@ class TaskResult:
       num_original: documents of the split.
       num_truncated: requests whose context lost its left end.
       tokens_read: by the model, without padding.
+      tokens_scored: what the log-likelihoods are sums over.
+      token_perplexity: of whole texts, over the model's own tokens; None for other tasks.
       denominators: of each metric: documents, words or bytes that its figure is over.
       shapes: of the batches of this task and those before it, which the next task's depend on.
       samples: a record a document, where they were asked for.
@@ -39,6 +42,8 @@ class TaskResult:
     num_original: int
     num_truncated: int
     tokens_read: int
+    tokens_scored: int
+    token_perplexity: float | None
     denominators: Mapping[str, float]
     shapes: Sequence[Sequence[int]]
     samples: Sequence[Mapping[str, Any]] | None = None
@@ -158,6 +163,8 @@ def _evaluate_task(
         num_original=len(documents),
         num_truncated=scores.num_truncated,
         tokens_read=scores.tokens_read,
+        tokens_scored=scores.tokens_scored,
+        token_perplexity=_token_perplexity(scores) if isinstance(task, Pages) else None,
         denominators={
             name: metric.over([value[name] for value in values])
             for name, metric in task.metrics.items()
@@ -165,6 +172,11 @@ def _evaluate_task(
         shapes=list(scorer.shapes),
         samples=samples,
     )
+
+
+def _token_perplexity(scores: Scores) -> float:
+    total = sum(answer.log_likelihood for answer in scores.answers)
+    return float(np.exp(-total / scores.tokens_scored))
 
 
 def figures_of(
@@ -198,7 +210,8 @@ class _Finished:
     def __init__(self, path: pathlib.Path | None, settings: Mapping[str, Any]):
         self._results: dict[str, TaskResult] = {}
         self._path = path
-        text = json.dumps([settings, Shape._fields], sort_keys=True)
+        forms = Shape._fields, [field.name for field in dataclasses.fields(TaskResult)]
+        text = json.dumps([settings, *forms], sort_keys=True)
         self._head = json.dumps({"settings": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
         if path is None:
             return

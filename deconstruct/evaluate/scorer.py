@@ -56,11 +56,13 @@ class Scores(NamedTuple):
       answers: one a request.
       num_truncated: requests whose context lost its left end.
       tokens_read: tokens that the model read, without padding.
+      tokens_scored: tokens that the log-likelihoods are sums over.
     """
 
     answers: list[Answer]
     num_truncated: int
     tokens_read: int
+    tokens_scored: int
 
 
 class Scorer:
@@ -135,6 +137,7 @@ class Scorer:
         encoded = rows_lib.encode(self.model.tokenizer, unique, max_len, self.lead)
         limits = dataclasses.replace(self._limits, max_len=max_len)
         sums, greedy = np.zeros(len(unique)), np.ones(len(unique), bool)
+        counts = np.zeros(len(unique), np.int64)
         batches = batching.plan(encoded.rows, limits, self.shapes)
         if sum(len(batch.rows) for batch in batches) != len(encoded.rows):
             raise RuntimeError("the batches do not hold every row once; please report this")
@@ -146,6 +149,7 @@ class Scorer:
                     for request in target.requests:
                         sums[request] -= nll
                         greedy[request] &= best
+                        counts[request] += 1
             on_rows(len(batch.rows), len(encoded.rows))
         if not np.all(np.isfinite(sums)):
             raise ValueError(
@@ -157,7 +161,13 @@ class Scorer:
             for request, total, best in zip(unique, sums, greedy, strict=True)
         }
         tokens_read = sum(len(row.context) + len(row.new) for row in encoded.rows)
-        return Scores([answers[r] for r in requests], encoded.num_truncated, tokens_read)
+        scored = dict(zip(unique, counts.tolist(), strict=True))
+        return Scores(
+            [answers[r] for r in requests],
+            encoded.num_truncated,
+            tokens_read,
+            sum(scored[r] for r in requests),
+        )
 
     def _line_flops(self, length: int) -> int:
         """Of the layers on a line of so many tokens, in time; the head sees targets alone."""
