@@ -53,7 +53,16 @@ def whole_gradients(q_BTHK, k_BTGK, v_BTGK, do_BTHK):
     return found
 
 
-@pytest.fixture(scope="module", params=[(*form, dtype) for form in FORMS for dtype in TOLERANCE])
+# Splash attention scales its queries, not their products, and takes no float32 on a TPU.
+KINDS_OF_FORMS = [
+    (*form, dtype)
+    for form in FORMS
+    for dtype in TOLERANCE
+    if (form[1], dtype) != ("splash", "float32")
+]
+
+
+@pytest.fixture(scope="module", params=KINDS_OF_FORMS)
 def compiled(request):
     """(a form with its gradients, op, dtype), compiled once for all scales."""
     op, backend, dtype = request.param
