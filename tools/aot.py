@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -64,13 +63,13 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
     compiled, needed = _compile(lowered)
     seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
     least_flops = call.least_flops(kernel_calls.BOTH)
-    report = _report(compiled, needed, chip, least_flops or math.nan)
+    report = _report(compiled, needed, chip, least_flops or 1)
     report.pop("collective_bytes", None)
+    report["flops"] = {"compiled": report["flops"].get("compiled"), "least": least_flops}
     if compiled is not None:
         costs = compiled.cost_analysis() or {}
         least = call.least_bytes(kernel_calls.BOTH)
         report["bytes"] = {"compiled": costs.get("bytes accessed"), "least": least}
-        report["flops"] = {"compiled": report["flops"]["compiled"], "least": least_flops}
         report["at_least_seconds"] = {
             "products": least_flops / chip.peak_flops, "bytes": least / chip.bandwidth,
         }  # fmt: skip
@@ -206,7 +205,7 @@ def _alone(chip: slices.Chip) -> contextlib.AbstractContextManager:
 def main(argv) -> int:
     del argv
     if ALL.value:
-        if TOPOLOGY.value is not None or flags.FLAGS.config is not None:
+        if (TOPOLOGY.value or KERNEL.value or flags.FLAGS.config) is not None:
             raise ValueError(
                 "--all takes neither --config nor --topology: each config says its own"
             )
@@ -216,8 +215,11 @@ def main(argv) -> int:
     if (KERNEL.value or flags.FLAGS.config) is None or TOPOLOGY.value is None:
         raise ValueError(
             "--config and --topology are both needed; for example "
-            "--config=configs/tiny.py --topology=v5e:2x2"
+            "--config=configs/tiny.py --topology=v5e:2x2, or --kernel in --config's place"
         )
+    given = [name for name in (*kernel_flags.NAMES, "backend") if flags.FLAGS[name].present]
+    if KERNEL.value is None and given:
+        raise ValueError(f"--{given[0]} is of a --kernel; a config's sizes are --config.KEY=VALUE")
     wanted = slices.parse(TOPOLOGY.value)
     if KERNEL.value is not None:
         call = kernel_flags.from_flags(KERNEL.value)

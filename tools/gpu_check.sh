@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, within 8 minutes: whether each backend is right there, and how fast.
+# What only a GPU can tell, within 8 minutes (each part is cut off at its share): whether each backend is right there, and how fast.
 #
 #     tools/gpu_check.sh DIR
 #
@@ -26,7 +26,7 @@ bench() { # op, backend, other flags
   local op=$1 backend=$2
   shift 2
   echo "$op by $backend $*"
-  if ! timeout 60 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
+  if ! timeout 30 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
     >> "$out/kernels.jsonl" 2>> "$out/errors.log"; then
     echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
     failed=1
@@ -45,5 +45,8 @@ bench taylor_attention chunked --dtype=bfloat16 --rows=1 --length=65536 --direct
 
 echo "mixers"
 timeout 120 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
-  > "$out/mixers.jsonl" 2>> "$out/errors.log" || failed=1
+  > "$out/mixers.jsonl" 2>> "$out/errors.log" || {
+  echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
+  failed=1
+}
 exit "$failed"

@@ -13,6 +13,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the 
 _DOCUMENT = flags.DEFINE_integer(
     "document", 0, "length of documents that do not see each other; 0: rows are whole"
 )
+NAMES = [holder.name for holder in (_ROWS, _LENGTH, _HEADS, _GROUPS, _HEAD_SIZE, _DTYPE, _DOCUMENT)]
 
 
 def from_flags(op: str) -> KernelCall:

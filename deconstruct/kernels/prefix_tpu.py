@@ -31,7 +31,7 @@ from deconstruct.kernels.backends import Call
 from deconstruct.kernels.shards import per_shard
 from deconstruct.kernels.tpu import TILE
 
-MAX_TILES = 4  # of a grid step: more hide no more of its cost
+MAX_TILES = 4  # of a grid step, whose own cost they share (not measured)
 
 
 class Plan(NamedTuple):
