@@ -56,7 +56,7 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
     chip = wanted.chip
     sharding_of_one = jax.sharding.SingleDeviceSharding(slices.devices(wanted)[0])
     begun = time.perf_counter()
-    with kernels.target_platform(chip.platform):
+    with kernels.target_platform(chip.platform, chip.capability):
         function = jax.jit(call.function(backend, kernel_calls.BOTH))
         lowered = function.lower(*call.abstract(sharding_of_one))
     traced = time.perf_counter()
@@ -97,7 +97,7 @@ def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
     setup.check_mesh(config, program, mesh)
 
     begun = time.perf_counter()
-    with kernels.target_platform(chip.platform):
+    with kernels.target_platform(chip.platform, chip.capability):
         batch = step.abstract_batch(spec, config.batch_size, mesh)
         lowered = step.lower_train_step(program, mesh, batch)
     traced = time.perf_counter()

@@ -54,6 +54,10 @@ class Chip:
     def platform(self) -> str:
         return "tpu" if self.gpu is None else "gpu"
 
+    @property
+    def capability(self) -> int | None:
+        return self.gpu and self.gpu.capability
+
 
 _AMPERE = Gpu(80, 108, 64, 167_936, 166_912, 40 * 2**20, 1.41)
 _HOPPER = Gpu(90, 132, 128, 233_472, 232_448, 50 * 2**20, 1.98)

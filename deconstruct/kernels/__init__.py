@@ -71,6 +71,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "prefix_softmax": (
         Backend("tpu", module="prefix_tpu", platform="tpu", interpreted=True),
+        Backend(
+            "triton",
+            module="prefix_triton",
+            requirements="requirements-gpu.txt",
+            platform="gpu",
+            advises_against=_unconfirmed,
+        ),
         Backend("blocked", prefix.blocked),
         Backend("scan", prefix.scan),
         Backend("reference", prefix.reference),

@@ -25,22 +25,36 @@ log = logging.getLogger(__name__)
 _target = contextvars.ContextVar("target", default=None)
 
 
-@contextlib.contextmanager
-def target_platform(platform: str) -> Iterator[None]:
-    """Within it ops are traced for `platform` ("cpu", "gpu", "tpu"), whatever runs the tracing.
+class Target(NamedTuple):
+    """What programs are traced for, whatever traces them.
 
-    For compiling ahead of time without the hardware.
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      capability: an NVIDIA GPU's compute capability, such as 90; None for what JAX finds here.
     """
-    token = _target.set(platform)
+
+    platform: str
+    capability: int | None = None
+
+
+@contextlib.contextmanager
+def target_platform(platform: str, capability: int | None = None) -> Iterator[None]:
+    """Within it ops are traced for such a `Target`: compiling without the hardware."""
+    token = _target.set(Target(platform, capability))
     try:
         yield
     finally:
         _target.reset(token)
 
 
+def target() -> Target:
+    """What ops are traced for."""
+    return _target.get() or Target(jax.default_backend())
+
+
 def platform() -> str:
     """The platform that ops are traced for."""
-    return _target.get() or jax.default_backend()
+    return target().platform
 
 
 class Call(NamedTuple):
@@ -72,6 +86,7 @@ class Backend:
       module: in place of `run`, a module of this package with functions `run` and `refuses`, a
         Call -> the reason why it cannot run it, or None. It is imported when it is first asked:
         what it is written with costs time to import and changes between versions of JAX.
+      requirements: the file that installs what the module needs beside JAX, or None.
       platform: the one that it is written for; None for all.
       interpreted: whether a CPU can run it all the same.
       refuses: the reason why it cannot run a call, or None; a module's own is asked instead.
@@ -81,6 +96,7 @@ class Backend:
     name: str
     run: Callable[..., jax.Array] | None = None
     module: str | None = None
+    requirements: str | None = None
     platform: str | None = None
     interpreted: bool = False
     refuses: Callable[[Call], str | None] = _nothing
@@ -95,7 +111,8 @@ class Backend:
         try:
             return self._loaded().refuses(call)
         except ImportError as error:
-            return f"JAX {jax.__version__} has not all that it is written with: {error}"
+            remedy = f"; pip install -r {self.requirements}" if self.requirements else ""
+            return f"JAX {jax.__version__} has not all that it is written with: {error}{remedy}"
 
     def reservation(self, call: Call) -> str | None:
         """Why "auto" should look further, though it may run."""

@@ -1,0 +1,54 @@
+"""Run by test_kernels_triton.py with TRITON_INTERPRET=1: the kernels by Triton's own interpreter.
+
+It runs on PyTorch's tensors; what is compared with comes from the references, on JAX's. Its
+products would read bfloat16 as integers: float16 takes the part of 16-bit values.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from kernel_cases import Case, assert_near, bind, inputs, segments, with_gradients
+
+from deconstruct.kernels import prefix_triton
+from deconstruct.kernels.documents import document_runs
+from deconstruct.kernels.reference import TOLERANCE
+
+CASES = [
+    Case(1, 2, 2, 16),
+    Case(200, 2, 1, 16),
+    Case(63, 3, 1, 80, documents=(7, 1, 8, 1, 15, 1, 24, 6)),
+    Case(150, 4, 2, 24, documents=(63, 1, 1, 63, 22)),
+    Case(130, 2, 2, 64, dtype="float16"),
+]
+
+
+def as_torch(x) -> torch.Tensor:
+    return torch.from_numpy(np.array(x))
+
+
+def interpret(case: Case, s_BTH, v_BTGW, do_BTHW):
+    """(o, ds, dv) as the op returns them."""
+    ids = segments(case)
+    given = prefix_triton.sizes(case.heads, v_BTGW, ids is not None)
+    s, v, do = (as_torch(x) for x in (s_BTH, v_BTGW, do_BTHW))
+    runs = s if ids is None else as_torch(document_runs(ids))
+    nan = float("nan")
+    o, m = torch.full_like(do, nan), torch.full((len(s), case.heads, case.length), nan)
+    z, ds, dv = torch.clone(m), torch.clone(m), torch.full(do.shape, nan)
+    grid = (len(s) * case.heads,)
+    prefix_triton.forward_kernel[grid](s, v, runs, o, m, z, **given)
+    prefix_triton.backward_kernel[grid](s, v, runs, o, m, z, do, ds, dv, **given)
+    dv_BTGW = dv.reshape(*v.shape[:3], -1, v.shape[3]).sum(3).to(v.dtype)
+    return o.numpy(), ds.numpy().swapaxes(1, 2), dv_BTGW.numpy()
+
+
+for case in CASES:
+    arrays, do = inputs("prefix_softmax", case)
+    for scale in (1.0, 100.0):
+        given = arrays[0] * scale, arrays[1]
+        wanted = with_gradients(bind("prefix_softmax", case, "reference"))(given, do)
+        assert_near(
+            interpret(case, *given, do), wanted, TOLERANCE.get(case.dtype, TOLERANCE["bfloat16"])
+        )
+sys.stdout.write("equal\n")
