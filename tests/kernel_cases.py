@@ -31,6 +31,63 @@ class Case:
         return f"T{self.length}-H{self.heads}over{self.groups}-{sizes}-{documents}-{self.dtype}"
 
 
+LENGTHS = (1, 63, 127, 500, 2048)
+KEY_SIZES = (32, 64, 80, 128)
+HEADS_OVER_GROUPS = ((2, 2), (4, 2), (3, 1))
+DTYPES = ("float32", "bfloat16")
+
+
+def whole(length: int) -> None:
+    """One document a row, without ids."""
+
+
+def short(length: int) -> tuple[int, ...]:
+    """Documents of length 1 at the row's start and end, and of a few positions between."""
+    return _cut(length, [*range(1, 9), 11, 16, 17, 24, length - 2, length - 1])
+
+
+def at_edges(length: int) -> tuple[int, ...]:
+    """Documents that end just before, at and just after the edges of blocks, and one that spans."""
+    edges = (n for size in (8, 64, 128, 256) for n in (size - 1, size, size + 1))
+    return _cut(length, [*edges, 512, 1024, 1920])
+
+
+DOCUMENTS = (whole, short, at_edges)
+# What of a call may interact: a case is a choice of each.
+FACTORS = (LENGTHS, KEY_SIZES, HEADS_OVER_GROUPS, DOCUMENTS, DTYPES, (False, True))
+
+
+def make_case(length, key_size, heads_over_groups, documents, dtype, wider_values) -> Case:
+    value_size = key_size + 16 if wider_values else None
+    return Case(length, *heads_over_groups, key_size, documents(length), dtype, value_size)
+
+
+def every_case() -> list[Case]:
+    """The whole product of the factors."""
+    return [make_case(*choice) for choice in itertools.product(*FACTORS)]
+
+
+def covering_cases() -> list[Case]:
+    """Few cases in which any two choices of two factors meet at least once."""
+    choices = list(itertools.product(*FACTORS))
+    missing = set().union(*map(_pairs, choices))
+    found = []
+    while missing:
+        best = max(choices, key=lambda choice: len(_pairs(choice) & missing))
+        missing -= _pairs(best)
+        found.append(make_case(*best))
+    return found
+
+
+def _pairs(choice) -> frozenset:
+    return frozenset(itertools.combinations(enumerate(choice), 2))
+
+
+def _cut(length: int, stops) -> tuple[int, ...]:
+    inside = sorted({n for n in stops if 0 < n < length})
+    return tuple(b - a for a, b in itertools.pairwise([0, *inside, length]))
+
+
 def segments(case: Case) -> jax.Array | None:
     """Ids that fall and come back, as any may; the second row's documents are the reverse."""
     if case.documents is None:

@@ -6,26 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import OPS, Case, assert_near, bind, inputs, with_gradients
+from kernel_cases import (
+    OPS,
+    Case,
+    assert_near,
+    bind,
+    covering_cases,
+    every_case,
+    inputs,
+    with_gradients,
+)
 
 from deconstruct import kernels
 from deconstruct.kernels import quadratic
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 
-# Lengths, head sizes, groupings, documents and dtypes, each pair that matters once. Documents of
-# length 1 stand alone, in rows, and at the edges of blocks of 8, 128 and 256.
-ONES = (1,) * 9
-EDGES_OF_8 = (7, 1, 8, 1, 15, 1, 24, 6)
-EDGES_OF_128 = (127, 1, 127, 1, 1, 128, 115)
-CASES = [
-    Case(1, 2, 2, 16),
-    Case(9, 4, 2, 64, documents=ONES),
-    Case(63, 3, 1, 80, documents=EDGES_OF_8),
-    Case(127, 2, 2, 16, value_size=24),
-    Case(500, 2, 1, 16, documents=EDGES_OF_128),
-    Case(127, 4, 2, 64, documents=(60, 67), dtype="bfloat16"),
-]
 FORMS = [
     (op, backend.name)
     for op in OPS
@@ -51,18 +47,32 @@ def wanted():
     return get
 
 
-@pytest.mark.parametrize(
-    "op, backend, case",
-    [
-        (op, backend, case if takes_documents(op) else dataclasses.replace(case, documents=None))
+def forms_and(cases):
+    """(op, backend, case), each once; an op that knows no documents takes whole rows alone."""
+    return [
+        (op, backend, case)
         for op, backend in FORMS
-        for case in CASES
-    ],
-    ids=str,
-)
+        for case in (
+            cases
+            if takes_documents(op)
+            else dict.fromkeys(dataclasses.replace(case, documents=None) for case in cases)
+        )
+    ]
+
+
+@pytest.mark.parametrize("op, backend, case", forms_and(covering_cases()), ids=str)
 def test_form_equals_reference(op, backend, case, wanted):
     got = with_gradients(bind(op, case, backend))(*inputs(op, case))
     assert_near(got, wanted(op, case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("op, backend, case", forms_and(every_case()), ids=str)
+def test_form_equals_reference_in_every_case(op, backend, case):
+    """The product of which the cases above are a covering part; hours."""
+    arrays = inputs(op, case)
+    got, wanted = (with_gradients(bind(op, case, name))(*arrays) for name in (backend, "reference"))
+    assert_near(got, wanted, TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("op, backend", FORMS)
