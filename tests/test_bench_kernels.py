@@ -27,6 +27,8 @@ def test_least_bytes_by_hand():
     assert attention.least_bytes(FORWARD) == q + 2 * k + q
     assert attention.least_bytes(BOTH) == 3 * (q + 2 * k) + 3 * q
     assert KernelCall("prefix_softmax", **SIZES).least_bytes(FORWARD) == 2 * 6 * 4 * 4 + k + q
+    scored = KernelCall("prefix_softmax", **SIZES, makes_scores=True)
+    assert scored.least_bytes(FORWARD) == attention.least_bytes(FORWARD)
     fixed = KernelCall("fixed_map_attention", **SIZES)
     assert fixed.least_bytes(FORWARD) == q // 2 + k // 2 + k + q
 
@@ -66,6 +68,16 @@ def test_arguments_are_as_described():
 
 def test_backends_are_those_that_run_here():
     assert kernel_calls.backends_for(KernelCall("prefix_softmax", **SIZES)) == ["blocked", "scan"]
+
+
+def test_scores_made_of_queries_and_keys():
+    """As the mixer makes them: the weights of q.k / sqrt(K), each at its own position."""
+    call = KernelCall("prefix_softmax", **{**SIZES, "dtype": "float32"}, makes_scores=True)
+    kernel_calls.check(call, "blocked")
+    (q, k, v), gradient, _ = call.arguments()
+    s = jnp.einsum("bthk,bthk->bth", q, jnp.repeat(k, 2, axis=2)) / 8**0.5
+    o = call.function("blocked", FORWARD)([q, k, v], gradient, None)
+    assert jnp.allclose(o, kernels.prefix_softmax(s, v, backend="reference"), atol=1e-5)
 
 
 @pytest.mark.parametrize("op", kernels.BACKENDS)

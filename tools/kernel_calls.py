@@ -20,7 +20,13 @@ DIRECTIONS = (FORWARD, BOTH)
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """Sizes of one call; `document` is the length of isolated documents, or 0."""
+    """Sizes of one call.
+
+    Attributes:
+      document: the length of isolated documents, or 0.
+      makes_scores: whether the prefix softmax is called as its mixer does, with queries and keys
+        of which the scores are made first.
+    """
 
     op: str
     rows: int
@@ -30,13 +36,14 @@ class KernelCall:
     head_size: int
     dtype: str
     document: int = 0
+    makes_scores: bool = False
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], str]]:
         """(shape, dtype) of the op's arrays, the values last."""
         queries = self.rows, self.length, self.heads, self.head_size
         keys = *queries[:2], self.groups, self.head_size
-        if self.op == "prefix_softmax":
+        if self.op == "prefix_softmax" and not self.makes_scores:
             return [(queries[:3], "float32"), (keys, self.dtype)]
         if self.op == "fixed_map_attention":
             return [(x, self.dtype) for x in (queries[1:], keys[1:], keys)]
@@ -99,6 +106,8 @@ class KernelCall:
 
         def forward(segments, *arrays):
             options = {} if segments is None else {"segments_BT": segments}
+            if self.makes_scores:
+                arrays = kernels.own_scores(*arrays[:2]), arrays[2]
             return op(*arrays, backend=backend, **options)
 
         def both(arrays, gradient, segments):

@@ -13,13 +13,25 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the 
 _DOCUMENT = flags.DEFINE_integer(
     "document", 0, "length of documents that do not see each other; 0: rows are whole"
 )
-NAMES = [holder.name for holder in (_ROWS, _LENGTH, _HEADS, _GROUPS, _HEAD_SIZE, _DTYPE, _DOCUMENT)]
+_MAKES_SCORES = flags.DEFINE_bool(
+    "makes_scores",
+    False,
+    "prefix_softmax with its scores made of queries and keys, as its mixer does",
+)
+NAMES = [
+    holder.name
+    for holder in (
+        _ROWS, _LENGTH, _HEADS, _GROUPS, _HEAD_SIZE, _DTYPE, _DOCUMENT, _MAKES_SCORES,
+    )
+]  # fmt: skip
 
 
 def from_flags(op: str) -> KernelCall:
     """Raises:
-    ValueError: documents for an op that knows none.
+    ValueError: documents for an op that knows none; scores for one that makes them anyway.
     """
+    if _MAKES_SCORES.value and op != "prefix_softmax":
+        raise ValueError(f"--makes_scores: {op} takes queries and keys anyway")
     if _DOCUMENT.value and not takes_documents(op):
         raise ValueError(f"--document={_DOCUMENT.value}: {op} has the same map for all rows")
     return KernelCall(
@@ -31,4 +43,5 @@ def from_flags(op: str) -> KernelCall:
         head_size=_HEAD_SIZE.value,
         dtype=_DTYPE.value,
         document=_DOCUMENT.value,
+        makes_scores=_MAKES_SCORES.value,
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
 from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
 from deconstruct.kernels.documents import document_runs
-from deconstruct.kernels.prefix import PrefixState, prefix_state_init, prefix_step
+from deconstruct.kernels.prefix import PrefixState, own_scores, prefix_state_init, prefix_step
 from deconstruct.kernels.taylor import crossover, taylor_flops
 from deconstruct.kernels.taylor_recurrence import TaylorState, taylor_state_init, taylor_step
 
@@ -27,6 +27,7 @@ __all__ = [
     "causal_attention",
     "crossover",
     "fixed_map_attention",
+    "own_scores",
     "prefix_softmax",
     "prefix_state_init",
     "prefix_step",

@@ -47,6 +47,12 @@ class Form(NamedTuple):
     backward: Callable
 
 
+def own_scores(q_BTHK: jax.Array, k_BTGK: jax.Array) -> jax.Array:
+    """s_BTH, float32: of each position's query with the key at the same position, over sqrt(K)."""
+    k_BTHK = per_head(k_BTGK.astype(jnp.float32), q_BTHK.shape[2])
+    return jnp.sum(q_BTHK.astype(jnp.float32) * k_BTHK, axis=-1) * q_BTHK.shape[3] ** -0.5
+
+
 def reference(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
     """From the equation, in float32, with the whole map in memory."""
     s_BH1S = jnp.swapaxes(s_BTH.astype(jnp.float32), 1, 2)[:, :, None, :]

@@ -22,9 +22,7 @@ class NonApproximate(QKVMixer):
 
     def key_scores(self, h_BTD, ctx):
         """s_BTH, float32."""
-        q_BTHK, k_BTGK = self.queries_keys(h_BTD, ctx.positions_BT)
-        products = q_BTHK.astype(jnp.float32) * self.per_head(k_BTGK).astype(jnp.float32)
-        return jnp.sum(products, axis=-1) / jnp.sqrt(jnp.float32(self.spec.head_dim))
+        return kernels.own_scores(*self.queries_keys(h_BTD, ctx.positions_BT))
 
     def __call__(self, h_BTD, ctx):
         o_BTHK = kernels.prefix_softmax(

@@ -26,7 +26,7 @@ def product() -> tuple[Callable, jax.Array]:
 
 def peers(call: KernelCall, direction: str) -> dict[str, Callable]:
     """Name -> a function of the kernel's own arguments; for rows without isolated documents."""
-    if call.document:
+    if call.document or call.makes_scores:
         return {}
     forms = {
         "causal_attention": {"jax.nn.dot_product_attention": _attention},
