@@ -26,6 +26,7 @@ from deconstruct.trained import TrainedModel
 from tools.bench import (
     compare,
     corpus,
+    hybrids,
     data_worker,
     loading,
     ours,
@@ -91,6 +92,14 @@ def test_a_line_holds_both_sides_and_the_real_step_trains():
     assert line["peer_ms"] == 50.0 and line["steps"] == 6 and line["peer"] == "fake"
     assert line["ratio"] == pytest.approx(50.0 / line["ours_ms"], rel=0.05)
     assert len(line["ours_ms_quartiles"]) == 2
+
+
+def test_a_hybrid_is_held_against_its_flops(monkeypatch):
+    monkeypatch.setitem(hybrids.SHAPES, "tiny", TINY)
+    standard, fixed = hybrids.measure("tiny", ["fixed_seq_qk"], "even", 1, 1)
+    assert (standard["plan"], standard["ratio"], standard["flops_ratio"]) == ("uniform", 1, 1)
+    assert (fixed["mixer"], fixed["plan"]) == ("fixed_seq_qk", "even") and fixed["ms"] > 0
+    assert fixed["flops_ratio"] != 1
 
 
 def test_models_that_differ_are_not_compared():

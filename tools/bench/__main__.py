@@ -8,7 +8,8 @@ from absl import flags
 from deconstruct import entry, host_memory
 
 BENCHMARKS = {
-    name: f"tools.bench.{name}" for name in ("train", "data", "evaluate", "kernels", "mixers")
+    name: f"tools.bench.{name}"
+    for name in ("train", "hybrids", "data", "evaluate", "kernels", "mixers")
 }
 
 

@@ -1,4 +1,4 @@
-"""Our side of `tools.bench train`: the real train step, as a run compiles and calls it."""
+"""The real train step, as a run compiles and calls it, for `tools.bench train` and `hybrids`."""
 
 import time
 
@@ -17,11 +17,12 @@ class Ours:
 
     Attributes:
       parameters: how many.
+      flops: of a step, by the formula.
       loss: of the last step.
     """
 
-    def __init__(self, shape: shapes.Shape):
-        spec = make_spec(shape)
+    def __init__(self, shape: shapes.Shape, mixer: str = spec_lib.STANDARD, plan: str = "uniform"):
+        spec = make_spec(shape, mixer, plan)
         optimizer = OptimizerConfig(
             warmup_steps=0,
             schedule="constant",
@@ -37,9 +38,11 @@ class Ours:
         )
         mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
         self.parameters = flops.num_params(spec)
+        self.flops = flops.train_flops(spec, shape.batch_size)
         self.loss: float | None = None
-        self._state = step.init_state(program, mesh, seed=0)
-        self._batch = sharding.place_batch(make_batch(shape), mesh)
+        batch = make_batch(shape)
+        self._state = step.init_state(program, mesh, seed=0, text_ids=batch.tokens_BT[0])
+        self._batch = sharding.place_batch(batch, mesh)
         abstract = step.abstract_batch(spec, shape.batch_size, mesh)
         self._step = step.compile_train_step(program, mesh, abstract)
 
@@ -55,9 +58,11 @@ class Ours:
         return milliseconds
 
 
-def make_spec(shape: shapes.Shape) -> spec_lib.ModelSpec:
-    """The same model as the peer's Qwen2."""
-    layers = spec_lib.plan_layers(shape.num_layers, spec_lib.STANDARD, "uniform")
+def make_spec(
+    shape: shapes.Shape, mixer: str = spec_lib.STANDARD, plan: str = "uniform"
+) -> spec_lib.ModelSpec:
+    """With standard layers alone it is the peer's Qwen2."""
+    layers = spec_lib.plan_layers(shape.num_layers, mixer, plan)
     spec = spec_lib.ModelSpec(
         vocab_size=shape.vocab_size,
         max_len=shape.length,
