@@ -26,8 +26,8 @@ from deconstruct.trained import TrainedModel
 from tools.bench import (
     compare,
     corpus,
-    hybrids,
     data_worker,
+    hybrids,
     loading,
     ours,
     peer,

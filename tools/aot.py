@@ -39,6 +39,7 @@ from tools.describe import vocab_size_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
 TOPOLOGY = flags.DEFINE_string(
     "topology", None, "TPU slice or number of GPUs to compile for, such as v5e:4x4 or h200:8"
 )

@@ -15,22 +15,21 @@ from absl import flags
 
 from deconstruct.mixers import MIXERS
 from deconstruct.spec import PLANS, STANDARD
-from tools.bench import compare
+from tools.bench import compare, train_flags
 from tools.bench.ours import Ours
 from tools.bench.shapes import SHAPES
 
+flags.adopt_module_key_flags(train_flags)  # so that --help lists them
 _SIMPLE = sorted(set(MIXERS) - {STANDARD})
-_SHAPES = flags.DEFINE_multi_enum("shape", list(SHAPES), list(SHAPES), "which model and batch")
 _MIXERS = flags.DEFINE_multi_enum("mixer", _SIMPLE, _SIMPLE, "which")
 _PLAN = flags.DEFINE_enum("plan", "even", list(PLANS), "which layers stay standard")
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "turns of each model that count", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 2, "train steps a turn", lower_bound=1)
 
 
 def main(argv) -> None:
     del argv
-    for name in _SHAPES.value:
-        for line in measure(name, _MIXERS.value, _PLAN.value, _ROUNDS.value, _STEPS.value):
+    turns = train_flags.ROUNDS.value, train_flags.STEPS.value
+    for name in train_flags.SHAPE.value:
+        for line in measure(name, _MIXERS.value, _PLAN.value, *turns):
             setting = {"cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
             print(json.dumps({"benchmark": "hybrids", **line, **setting}), flush=True)
 

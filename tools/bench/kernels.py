@@ -20,6 +20,7 @@ from tools import kernel_calls, kernel_flags
 from tools.bench.timing import measure
 from tools.kernel_calls import DIRECTIONS
 
+flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
 _OPS = flags.DEFINE_multi_enum("op", list(kernels.BACKENDS), list(kernels.BACKENDS), "which")
 _BACKENDS = flags.DEFINE_multi_string("backend", [], "which; without it all but the reference")
 _DIRECTIONS = flags.DEFINE_multi_enum("direction", list(DIRECTIONS), list(DIRECTIONS), "which")

@@ -14,13 +14,11 @@ import sys
 
 from absl import flags
 
-from tools.bench import compare
+from tools.bench import compare, train_flags
 from tools.bench.peer import TrainPeer
 from tools.bench.shapes import SHAPES
 
-_SHAPES = flags.DEFINE_multi_enum("shape", list(SHAPES), list(SHAPES), "which model and batch")
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "turns of each side that count", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 3, "train steps a turn", lower_bound=1)
+flags.adopt_module_key_flags(train_flags)  # so that --help lists them
 _PEER_PYTHON = flags.DEFINE_string(
     "peer_python", sys.executable, "a Python that has what requirements-peers.txt names"
 )
@@ -31,12 +29,12 @@ _PEER_KEEP_PAGES = flags.DEFINE_bool(
 
 def main(argv) -> None:
     del argv
-    for name in _SHAPES.value:
+    for name in train_flags.SHAPE.value:
         shape, load_average = SHAPES[name], round(os.getloadavg()[0], 2)
         with TrainPeer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:
             from tools.bench.ours import Ours  # JAX, after keep_pages and a peer that is there
 
-            result = measure(Ours(shape), peer, _ROUNDS.value, _STEPS.value)
+            result = measure(Ours(shape), peer, train_flags.ROUNDS.value, train_flags.STEPS.value)
         setting = {
             "peer_keeps_pages": _PEER_KEEP_PAGES.value,
             "cores": os.cpu_count(),
