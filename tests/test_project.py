@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Imported only where a setting or a command asks for it.
-OPTIONAL = {"apache_beam", "datasets", "lm_eval", "matplotlib", "wandb"}
+OPTIONAL = {"apache_beam", "datasets", "jax_triton", "lm_eval", "matplotlib", "triton", "wandb"}
 
 
 def requirements(name: str) -> dict[str, Requirement]:
