@@ -12,7 +12,8 @@ kind of collective. `--all` runs the command that each config names in its docst
 
 A kernel is compiled for one device of the slice, forward and backward. Its `bytes` are those that
 the compiler counts beside the least possible (each array read or written once); in code that is
-not XLA's own it sees arguments and results alone.
+not XLA's own it sees arguments and results alone. For a GPU `code` says what each kernel takes:
+registers, spills, shared memory, widths of loads (`tools/gpu_code.py`).
 """
 
 import ast
@@ -34,7 +35,7 @@ from ml_collections import config_flags
 
 from deconstruct import config as config_lib
 from deconstruct import entry, flops, kernels, lock, mixers, optim, setup, sharding, step
-from tools import hlo, kernel_calls, kernel_flags, slices
+from tools import gpu_code, hlo, kernel_calls, kernel_flags, slices
 from tools.describe import vocab_size_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -56,13 +57,16 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
     """
     chip = wanted.chip
     sharding_of_one = jax.sharding.SingleDeviceSharding(slices.devices(wanted)[0])
-    begun = time.perf_counter()
-    with kernels.target_platform(chip.platform, chip.capability):
+    with contextlib.ExitStack() as stack:
+        dumped = stack.enter_context(gpu_code.dump()) if chip.gpu else None
+        begun = time.perf_counter()
+        stack.enter_context(kernels.target_platform(chip.platform, chip.capability))
         function = jax.jit(call.function(backend, kernel_calls.BOTH))
         lowered = function.lower(*call.abstract(sharding_of_one))
-    traced = time.perf_counter()
-    compiled, needed = _compile(lowered)
-    seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
+        traced = time.perf_counter()
+        compiled, needed = _compile(lowered, dumped and dumped.compiler_options)
+        seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
+        code = gpu_code.kernels(dumped, chip.capability) if dumped else None
     least_flops = call.least_flops(kernel_calls.BOTH)
     report = _report(compiled, needed, chip, least_flops or 1)
     report.pop("collective_bytes", None)
@@ -80,6 +84,7 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
         **dataclasses.asdict(call),
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         **report,
+        **({"code": code} if code is not None else {}),
     }
 
 
@@ -121,13 +126,13 @@ _TOO_LARGE = re.compile(
 )
 
 
-def _compile(lowered) -> tuple[jax.stages.Compiled | None, int | None]:
+def _compile(lowered, options=None) -> tuple[jax.stages.Compiled | None, int | None]:
     """(the program, None), or (None, bytes at least) where the compiler says that it is too large.
 
     Some compilers name the bytes of temporaries alone.
     """
     try:
-        return lowered.compile(), None
+        return lowered.compile(compiler_options=options), None
     except jax.errors.JaxRuntimeError as error:
         found = _TOO_LARGE.search(str(error))
         if found is None:
