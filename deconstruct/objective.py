@@ -23,12 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from deconstruct import kernels, sharding
-
-# Tokens of a device whose logits exist at once. A chunk reads and writes the table's float32
-# gradient, 8 bytes a parameter, against its 6 * C FLOPs a parameter: at 1,024 that is a tenth of
-# the memory bandwidth of a 2-core CPU and a third of a TPU v5e's.
-CHUNK_TOKENS = 1024
+from deconstruct import kernels, sharding, tuning
 
 
 class Tile(NamedTuple):
@@ -42,11 +37,6 @@ class Tile(NamedTuple):
     tokens: int
     ids: int
 
-
-# On a CPU they stay in a core's cache while their maximum and their sum are taken (measured). An
-# accelerator is given as much as fills it (not measured).
-TILE_ON_CPU = Tile(256, 2048)
-TILE_ON_ACCELERATORS = Tile(1024, 1 << 16)
 
 VOCABULARY_AXIS = "tensor"
 TOKENS = P(sharding.BATCH_AXES, None)
@@ -137,7 +127,7 @@ def weighted_loss(
     *,
     vocab_size: int,
     z_loss: float = 0.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, LossSums]:
     """Sum over tokens of weight * (nll + z_loss * lse^2), and the sums behind it.
 
@@ -153,11 +143,13 @@ def weighted_loss(
       weights_BT: float32 weight of each token.
       vocab_size: rows of the table that are tokens.
       z_loss: weight of the squared log-denominator.
-      chunk_tokens: tokens whose logits exist at once.
+      chunk_tokens: tokens of a device whose logits exist at once; None takes the platform's.
 
     Raises:
       ValueError: a vocabulary larger than the table.
     """
+    if chunk_tokens is None:
+        chunk_tokens = tuning.of(kernels.platform()).loss_chunk
     head = _head(table_VD, vocab_size, chunk_tokens, z_loss)
     weights_BT = weights_BT.astype(jnp.float32)
     loss, sums = _loss(head, x_BTD, table_VD, targets_BT, weights_BT)
@@ -190,7 +182,8 @@ def _head(table_VD: jax.Array, vocab_size: int, chunk_tokens: int, z_loss: float
 
 def _tiled_head(table_VD: jax.Array, vocab_size: int, tile: Tile | None) -> _Head:
     if tile is None:
-        tile = TILE_ON_CPU if kernels.platform() == "cpu" else TILE_ON_ACCELERATORS
+        choice = tuning.of(kernels.platform())
+        tile = Tile(choice.score_tokens, choice.score_ids)
     return _head(table_VD, vocab_size, tile.tokens)._replace(block_ids=tile.ids)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from deconstruct import decoder, lock, mixers, optim, sharding, step
+from deconstruct import decoder, lock, mixers, optim, sharding, step, tuning
 from deconstruct.config import Config
 from deconstruct.data import loader, prepare
 from deconstruct.data.dataset import first_tokens
@@ -149,16 +149,10 @@ def check_rows(config: Config, data: Mixture) -> None:
 def make_program(
     config: Config, spec: ModelSpec, schedule: optax.Schedule, platform: str
 ) -> step.Program:
-    """What the config says of computing; "auto" is decided by the platform.
-
-    Accelerators take bfloat16 and a scan over layers (they compile it four times faster); on CPU
-    an unrolled float32 stack runs faster.
-    """
-    compute, accelerator = config.compute, platform != "cpu"
-    dtype = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}.get(
-        compute.dtype, jnp.bfloat16 if accelerator else jnp.float32
-    )
-    scan = accelerator if compute.layout == "auto" else compute.layout == "scan"
+    """What the config says of computing; "auto" is decided by the platform (`tuning`)."""
+    compute, choice = config.compute, tuning.of(platform)
+    dtype = jnp.dtype(choice.dtype if compute.dtype == "auto" else compute.dtype)
+    scan = choice.scan_layers if compute.layout == "auto" else compute.layout == "scan"
     return step.Program(
         spec=spec,
         optimizer=optim.make_optimizer(schedule, config.optimizer),

@@ -18,7 +18,7 @@ from kernel_cases import (
     with_gradients,
 )
 
-from deconstruct import kernels
+from deconstruct import kernels, tuning
 from deconstruct.kernels import quadratic
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
@@ -127,7 +127,8 @@ def test_trace_for_accelerators_equals_reference(op, backend):
 @pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] in ("xla", "quadratic")])
 def test_long_rows_are_scanned_in_blocks(op, backend, monkeypatch):
     """Past 2048 positions a span takes several blocks and a ragged rest; here with blocks of 4."""
-    monkeypatch.setattr(quadratic, "ROWS", {100: 4})
+    of_four = tuning.CPU._replace(attention_rows=((None, 4),))
+    monkeypatch.setattr(tuning, "of", lambda platform: of_four)
     monkeypatch.setattr(quadratic, "MAX_SPANS", 2)
     assert [s.stop - s.start > s.rows for s in quadratic.spans(45)] == [True, True, False]
     case = Case(45, 4, 2, 16, documents=(3, 1, 4, 13, 24))

@@ -1,6 +1,7 @@
 """Taylor attention: one function in all its forms, at any scale, and which form is taken when."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_cases import Case, assert_near, bind, inputs, segments, with_gradients
 
-from deconstruct import kernels
+from deconstruct import kernels, tuning
 from deconstruct.kernels import taylor, taylor_recurrence
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
@@ -168,7 +169,7 @@ def test_crossover_is_where_flops_meet():
 
 @pytest.mark.parametrize("beyond, form", [(0, "chunked"), (-1, "quadratic")])
 def test_auto_takes_the_form_of_fewer_flops(beyond, form):
-    start = kernels.crossover(1, 1, 16, 16)
+    start = math.ceil(kernels.crossover(1, 1, 16, 16) * tuning.CPU.recurrence_cost)
     case = Case(start + beyond, 1, 1, 16)
     arrays, _ = inputs(OP, case)
     auto, named, other = (

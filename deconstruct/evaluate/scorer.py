@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deconstruct import decoder, flops, objective, sharding
+from deconstruct import decoder, flops, objective, sharding, tuning
 from deconstruct.decoder import Compute
 from deconstruct.evaluate import batching
 from deconstruct.evaluate import rows as rows_lib
@@ -29,22 +29,6 @@ from deconstruct.trained import TrainedModel
 FLOAT32 = Compute(jnp.float32)
 
 
-class Defaults(NamedTuple):
-    """Of a platform.
-
-    Attributes:
-      batch_tokens: read at once, by each device; padding counts.
-      compilation_flops: what its arithmetic does while a shape compiles.
-    """
-
-    batch_tokens: int
-    compilation_flops: float
-
-
-# Two cores compile a shape in about 1.7 s; half of that, for some processes score a list once, and
-# others again and again. An accelerator's are estimates: a batch that fills it, and ten seconds.
-ON_CPU = Defaults(2048, 2e11)
-ON_ACCELERATORS = Defaults(16_384, 2e15)
 # The time of a FLOP of attention's maps, in that of a FLOP of a projection: on two cores, with the
 # 70M model, 1.3 to 2 where lines hold contexts alone, up to 5 where they hold new tokens as well.
 _MAP_SLOWNESS = 3
@@ -99,7 +83,7 @@ class Scorer:
         if not 1 <= self.max_len <= model.spec.max_len:
             raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
         shards = sharding.batch_shards(mesh)
-        defaults = ON_CPU if mesh.devices.flat[0].platform == "cpu" else ON_ACCELERATORS
+        defaults = tuning.of(mesh.devices.flat[0].platform)
         self._limits = batching.Limits(
             self.max_len,
             defaults.batch_tokens * shards if batch_tokens is None else batch_tokens,

@@ -9,9 +9,12 @@ Axes: B batch, T time, L stream length, H heads, G key/value groups (head h uses
 h // (H // G)), K key size, W value size (usually K).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from deconstruct import tuning
 from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
 from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
 from deconstruct.kernels.documents import document_runs
@@ -40,10 +43,11 @@ __all__ = [
 
 
 def _scores_cost_more(call: Call) -> str | None:
-    start = crossover(call.num_heads, call.num_groups, call.key_size, call.value_size)
+    of_flops = crossover(call.num_heads, call.num_groups, call.key_size, call.value_size)
+    start = math.ceil(of_flops * tuning.of(call.platform).recurrence_cost)
     if call.length < start:
         return None
-    return f"from {start} positions on the recurrence takes fewer FLOPs"
+    return f"from {start} positions on the recurrence takes less time"
 
 
 def _unconfirmed(call: Call) -> str:

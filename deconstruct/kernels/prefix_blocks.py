@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deconstruct import tuning
 from deconstruct.kernels.precision import product
 from deconstruct.kernels.running import Running, decay, join
 
@@ -108,11 +109,12 @@ def _in_parallel(join: Callable, nothing, parts, *, reverse: bool):
     return jax.lax.associative_scan(join, parts, axis=0, reverse=reverse)
 
 
-# A loop costs a CPU little. On a TPU v5e, by its compiler's account of 4 x 2048 positions and 14
-# heads of 64, forward and backward: 0.9 GB moved in blocks of 128, 1.5 of 64, 2.0 of 16 by products
-# and 5.7 by a scan over all positions; written out, blocks of 16 take a gigabyte of temporaries.
-ON_CPU = Plan(16, _weigh_by_term, _add_up_by_term, _in_turn)
-ON_ACCELERATORS = Plan(128, _weigh_by_product, _add_up_at_once, _in_parallel)
+# A loop costs a CPU little. On a TPU v5e a scan over all positions would move 5.7 GB where blocks
+# of 128 move 0.9 (see `tuning`); written out, blocks of 16 take a gigabyte of temporaries.
+ON_CPU = Plan(tuning.CPU.prefix_block, _weigh_by_term, _add_up_by_term, _in_turn)
+ON_ACCELERATORS = Plan(
+    tuning.ACCELERATOR.prefix_block, _weigh_by_product, _add_up_at_once, _in_parallel
+)
 
 
 def _running(plan: Plan, s_BHIN, runs_B1IN) -> Running:

@@ -19,14 +19,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from deconstruct import tuning
+from deconstruct.kernels.backends import platform
 from deconstruct.kernels.precision import product
 
-# Rows of a block of scores by the length up to which it is used, and beyond. Short blocks skip
-# more of the upper half, long ones make larger products: measured on 2 CPU cores, forward and
-# backward, the next size either way takes 6 to 16% longer at 256, 512 and 1,024 positions.
-ROWS = {256: 64, 1024: 128}
-ROWS_BEYOND = 256
-MAX_SPANS = 8
+MAX_SPANS = 8  # for each is compiled by itself
 
 
 class Rule(NamedTuple):
@@ -127,7 +124,8 @@ def backward(rule: Rule, inputs: Inputs, do_RTW, delta_RT1, statistics):
 
 def spans(length: int) -> tuple[Span, ...]:
     """Spans over `length`: few enough to unroll, short enough to skip most of the upper half."""
-    rows = next((rows for most, rows in ROWS.items() if length <= most), ROWS_BEYOND)
+    choices = tuning.of(platform()).attention_rows
+    rows = next(rows for most, rows in choices if most is None or length <= most)
     size = rows * math.ceil(length / (rows * MAX_SPANS))
     found = []
     for start in range(0, length, size):

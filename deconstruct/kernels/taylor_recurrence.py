@@ -27,11 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deconstruct import sharding
+from deconstruct import sharding, tuning
 from deconstruct.kernels import backends
 from deconstruct.kernels.precision import product
-
-CHUNK = 512
 
 
 class TaylorState(NamedTuple):
@@ -96,8 +94,13 @@ def taylor_step(
     return o_BHW.astype(v_BGW.dtype), TaylorState(sums_BGXF)
 
 
-def chunked(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunk_length: int = CHUNK) -> jax.Array:
-    """o_BTHW by the recurrence over chunks of `chunk_length` positions (padded to whole ones)."""
+def chunked(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunk_length: int | None = None) -> jax.Array:
+    """o_BTHW by the recurrence over chunks of `chunk_length` positions (padded to whole ones).
+
+    None takes the platform's.
+    """
+    if chunk_length is None:
+        chunk_length = tuning.of(backends.platform()).recurrence_chunk
     return _chunked(min(chunk_length, k_BTGK.shape[1]), q_BTHK, k_BTGK, v_BTGW, runs_BT)
 
 
