@@ -104,6 +104,36 @@ def test_trace_for_accelerators_equals_reference(op, backend):
     assert_near(got, reference, TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("op", ["taylor_attention", "prefix_softmax"])
+def test_a_gpus_blocks_of_bfloat16_equal_reference(op, monkeypatch):
+    """A CPU computes in float32, which a GPU's kernels cut into smaller blocks."""
+    from deconstruct.kernels import prefix_gpu, taylor_gpu
+
+    monkeypatch.setitem(prefix_gpu.TILE, 4, prefix_gpu.TILE[2])
+    monkeypatch.setitem(taylor_gpu.BLOCKS, 4, taylor_gpu.BLOCKS[2])
+    case = Case(300, 4, 2, 16, documents=(130, 1, 169))
+    arrays, do = inputs(op, case)
+    got = with_gradients(bind(op, case, "gpu"))(arrays, do)
+    reference = with_gradients(bind(op, case, "reference"))(arrays, do)
+    assert_near(got, reference, TOLERANCE[case.dtype])
+
+
+def test_a_gpus_walk_is_cut_into_spans_where_heads_are_few():
+    from deconstruct.kernels import prefix_gpu
+
+    def spans(batch, length, heads):
+        s = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+        v = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
+        plan = prefix_gpu._plan(s, v)
+        span = plan.tiles * plan.tile
+        assert span * (plan.spans - 1) < length <= span * plan.spans
+        return plan.spans
+
+    assert [spans(rows, 2048, 8) for rows in (1, 8, 32, 64, 1000)] == [16, 8, 2, 1, 1]
+    assert [spans(8, length, 8) for length in (1, 128, 129, 500, 65536)] == [1, 1, 2, 4, 8]
+    assert spans(1, 65536, 1) == 64
+
+
 @pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] in ("xla", "quadratic")])
 def test_long_rows_are_scanned_in_blocks(op, backend, monkeypatch):
     """Past 2048 positions a span takes several blocks and a ragged rest; here with blocks of 4."""

@@ -49,6 +49,10 @@ def _unconfirmed(call: Call) -> str:
     return "no GPU has confirmed it yet"
 
 
+def _costs_more_or_unconfirmed(call: Call) -> str | None:
+    return _scores_cost_more(call) or _unconfirmed(call)
+
+
 # In order of preference.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "causal_attention": (
@@ -70,7 +74,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             module="taylor_gpu",
             platform="gpu",
             interpreted=True,
-            advises_against=lambda call: _unconfirmed(call) or _scores_cost_more(call),
+            advises_against=_costs_more_or_unconfirmed,
         ),
         Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
         Backend("chunked", taylor_recurrence.chunked),

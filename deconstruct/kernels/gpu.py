@@ -19,15 +19,14 @@ from jax.experimental.pallas import triton
 
 from deconstruct.kernels.backends import platform
 
-LARGEST_HEAD = 256  # numbers, of which a block of positions still fits the registers
 _SMALLEST_SIDE = 16  # of a matrix that a tensor core multiplies
 
 
-def too_large(*sizes: int) -> str | None:
+def too_large(limit: int, *sizes: int) -> str | None:
     """The reason why heads of these sizes are not taken, or None."""
-    if max(sizes) <= LARGEST_HEAD:
+    if max(sizes) <= limit:
         return None
-    return f"it takes heads of up to {LARGEST_HEAD} numbers, not {max(sizes)}"
+    return f"it takes heads of up to {limit} numbers, not {max(sizes)}"
 
 
 def side(size: int) -> int:

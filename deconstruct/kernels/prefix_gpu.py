@@ -13,8 +13,9 @@ What a tile owes to later ones goes through K = sum_{i >= f} exp(m_f - m_i) / z_
 first of the later positions: exp(s_j - m_f) K, and the same, E, for do_i . o_i. All exponents are
 at most 0. A document's end cuts what is carried.
 
-Where rows and heads are too few for the device, time is cut into spans. What each adds, (m, z, n)
-or (m_f, E, K), is made first, and a program joins what the spans before, or after, its own add.
+Where rows and heads are too few to fill the device, time is cut into spans. What each of them adds
+is made first, and a program joins what those before, or after, its own add: a scan in between would
+take more launches than the whole has work for. Values, or o and do, are then read twice.
 
 Axes: B batch, T time, H heads, G value groups, W value size, N spans, I and J positions of a tile.
 """
@@ -27,14 +28,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from deconstruct.kernels import gpu
+from deconstruct.kernels import prefix_gpu_carry as carry
 from deconstruct.kernels.backends import Call
 from deconstruct.kernels.precision import block_product
+from deconstruct.kernels.prefix_gpu_carry import Carry, where
 from deconstruct.kernels.shards import per_shard
 
-PROGRAMS = 512  # about four a multiprocessor, so that some compute while others wait for memory
-MIN_TILES = 4  # of a span
+LARGEST_HEAD = 256  # of which a tile fits the registers
+
+# By what the compiler says of a Hopper chip, not by a clock. A tile of I positions costs I weights
+# a position: of 32 in bfloat16, and 16 in float32, whose products take no tensor cores, a position
+# still takes fewer instructions than the chip issues while its bytes arrive. A warp for 32 numbers
+# of a head spills nothing and lets a multiprocessor hold four programs or more, of which some
+# compute while others wait.
+TILE = {2: 32, 4: 16}  # by bytes of a value
+PROGRAMS = 512  # that fill a device
+PIECE = 4  # tiles that totals are made of at a time, by so many more warps
 MAX_SPANS = 64  # whose totals a program holds in registers
-_NO_RUN = jnp.iinfo(jnp.int32).max
 
 
 class Plan(NamedTuple):
@@ -64,27 +74,9 @@ class Plan(NamedTuple):
         return number, jnp.minimum(pl.cdiv(end, self.tile), self.tiles), end
 
 
-class Before(NamedTuple):
-    """What earlier positions bring: m, z and n of the last one's document, and its number."""
-
-    m: jax.Array
-    z: jax.Array
-    n_W: jax.Array
-    run: jax.Array
-
-
-class After(NamedTuple):
-    """What later positions bring: m_f, E and K of the first one's document, and its number."""
-
-    m: jax.Array
-    e: jax.Array
-    k_W: jax.Array
-    run: jax.Array
-
-
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
-    return gpu.too_large(call.value_size)
+    return gpu.too_large(LARGEST_HEAD, call.value_size)
 
 
 def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
@@ -117,11 +109,12 @@ _softmax.defvjp(_softmax_forward, _softmax_backward)
 def _plan(s_BTH, v_BTGW) -> Plan:
     batch, length, heads = s_BTH.shape
     groups, width = v_BTGW.shape[2:]
-    tile = 32 if v_BTGW.dtype.itemsize == 2 else 16
-    tiles = pl.cdiv(length, tile)
-    spans = max(min(PROGRAMS // (batch * heads), tiles // MIN_TILES, MAX_SPANS), 1)
-    tiles_of_span = pl.cdiv(tiles, spans)
-    return Plan(length, heads, groups, width, tile, tiles_of_span, pl.cdiv(tiles, tiles_of_span))
+    tile = TILE[v_BTGW.dtype.itemsize]
+    pieces = pl.cdiv(length, tile * PIECE)
+    spans = max(min(PROGRAMS // (batch * heads), pieces, MAX_SPANS), 1)
+    pieces_of_span = pl.cdiv(pieces, spans)
+    spans = pl.cdiv(pieces, pieces_of_span)
+    return Plan(length, heads, groups, width, tile, pieces_of_span * PIECE, spans)
 
 
 def _tiling(plan: Plan, batch: int) -> gpu.Tiling:
@@ -133,7 +126,11 @@ def _tiling(plan: Plan, batch: int) -> gpu.Tiling:
         return {"B": row, "H": head, "G": group, "T": span, "N": span}
 
     return gpu.Tiling(
-        (plan.num_heads, plan.spans, batch), blocks, place, num_warps=max(blocks["W"] // 32, 1), num_stages=3
+        (plan.num_heads, plan.spans, batch),
+        blocks,
+        place,
+        num_warps=max(blocks["W"] // 32, 1),
+        num_stages=3,
     )
 
 
@@ -160,7 +157,9 @@ def _totals(kernel, tiling: gpu.Tiling, plan: Plan, given):
         ((*shape, plan.width), jnp.float32, "BHNW"),
         (shape, run_dtype, "BHN"),
     ]
-    arrays = gpu.call(functools.partial(kernel, plan), tiling, given, made)
+    by_piece = plan._replace(tile=plan.tile * PIECE, tiles=plan.tiles // PIECE)
+    tiling = tiling._replace(num_warps=tiling.num_warps * PIECE)
+    arrays = gpu.call(functools.partial(kernel, by_piece), tiling, given, made)
     return list(zip(arrays, axes, strict=True))
 
 
@@ -199,183 +198,102 @@ def _backward(s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT, do_BTHW):
     return ds_BTH, gpu.sum_of_heads(dv_BTHW, v_BTGW)
 
 
-def _forward_totals(plan: Plan, runs_ref, s_ref, v_ref, m_ref, z_ref, n_ref, run_ref):
+def _forward_totals(plan: Plan, runs_ref, s_ref, v_ref, *refs):
     _, tiles, end = plan.span()
 
-    def tile(number, before: Before):
+    def tile(number, before: Carry):
         rows = gpu.Rows(number * plan.tile, plan.tile, end)
-        return _pass(before, *_read_scores(plan, rows, runs_ref, s_ref, v_ref))
+        s_J, v_JW = _read_scores(plan, rows, s_ref, v_ref)
+        return carry.pass_on(before, _read_runs(rows, runs_ref), s_J, 1.0, 1.0, v_JW)
 
-    total = jax.lax.fori_loop(0, tiles, tile, _nothing_before(v_ref))
-    m_ref[...], z_ref[...] = total.m, total.z
-    gpu.write_head(n_ref, total.n_W, plan.width)
-    if run_ref is not None:
-        run_ref[...] = total.run
+    total = jax.lax.fori_loop(0, tiles, tile, carry.nothing(v_ref.shape[-1]))
+    carry.write(refs, total, plan.width)
 
 
 def _forward_kernel(plan: Plan, runs_ref, s_ref, v_ref, *refs):
     *totals, o_ref, m_ref, z_ref = refs
     span, tiles, end = plan.span()
 
-    def tile(number, before: Before):
+    def tile(number, before: Carry):
         rows = gpu.Rows(number * plan.tile, plan.tile, end)
-        runs_J, s_J, v_JW = _read_scores(plan, rows, runs_ref, s_ref, v_ref)
-        seen_JI = _sees(runs_J, plan.tile, keys_first=True)
-        m_I = jnp.max(jnp.where(seen_JI, s_J[:, None], -jnp.inf), axis=0)
+        s_J, v_JW = _read_scores(plan, rows, s_ref, v_ref)
+        runs_J = _read_runs(rows, runs_ref)
+        seen_JI = _seen(runs_J, plan.tile)
         goes_on_I = None if runs_J is None else runs_J == before.run
-        m_I = _where(goes_on_I, jnp.maximum(m_I, before.m), m_I)
-        kept_I = _where(goes_on_I, gpu.exp(before.m - m_I), 0.0)
+        m_I = jnp.max(jnp.where(seen_JI, s_J[:, None], -jnp.inf), axis=0)
+        m_I = where(goes_on_I, jnp.maximum(m_I, before.top), m_I)
+        kept_I = where(goes_on_I, gpu.exp(before.top - m_I), 0.0)
         w_JI = jnp.where(seen_JI, gpu.exp(s_J[:, None] - m_I[None]), 0.0)
-        z_I = kept_I * before.z + jnp.sum(w_JI, axis=0)
-        n_IW = block_product(w_JI, v_JW, (0, 0)) + kept_I[:, None] * before.n_W[None]
+        z_I = kept_I * before.total + jnp.sum(w_JI, axis=0)
+        n_IW = block_product(w_JI, v_JW, (0, 0)) + kept_I[:, None] * before.head_W[None]
         rows.write(o_ref, n_IW * (1 / z_I)[:, None], plan.width)
         rows.write(m_ref, m_I)
         rows.write(z_ref, z_I)
-        return _pass(before, runs_J, s_J, v_JW)
+        return carry.pass_on(before, runs_J, s_J, 1.0, 1.0, v_JW)
 
-    if plan.spans == 1:
-        before = _nothing_before(v_ref)
-    else:
-        before = _join_before(plan, span, *totals)
+    before = carry.nothing(v_ref.shape[-1])
+    if plan.spans > 1:
+        before = carry.join(totals, 0, span, plan.width)
     jax.lax.fori_loop(0, tiles, tile, before)
 
 
-def _read_scores(plan: Plan, rows: gpu.Rows, runs_ref, s_ref, v_ref):
-    """(runs_J or None, s_J, v_JW); what does not exist has no weight."""
-    runs_J = None if runs_ref is None else rows.read(runs_ref, fill=-1)
-    return runs_J, rows.read(s_ref, fill=-jnp.inf), rows.read(v_ref, plan.width)
-
-
-def _nothing_before(v_ref) -> Before:
-    zero = jnp.zeros((), jnp.float32)
-    return Before(
-        jnp.full((), -jnp.inf, jnp.float32),
-        zero,
-        jnp.zeros(v_ref.shape[-1], jnp.float32),
-        jnp.full((), -1, jnp.int32),
-    )
-
-
-def _pass(before: Before, runs_J, s_J, v_JW) -> Before:
-    """What positions after `before` hand on, with what came to them."""
-    run = before.run if runs_J is None else jnp.max(runs_J)
-    counts_J = None if runs_J is None else runs_J == run
-    goes_on = None if runs_J is None else run == before.run
-    m = jnp.max(_where(counts_J, s_J, -jnp.inf))
-    m = _where(goes_on, jnp.maximum(m, before.m), m)
-    w_J = _where(counts_J, gpu.exp(s_J - m), 0.0)
-    kept = _where(goes_on, gpu.exp(before.m - m), 0.0)
-    n_W = jnp.sum(w_J[:, None] * v_JW.astype(jnp.float32), axis=0)
-    return Before(m, kept * before.z + jnp.sum(w_J), kept * before.n_W + n_W, run)
-
-
-def _join_before(plan: Plan, span, m_ref, z_ref, n_ref, run_ref) -> Before:
-    """What the spans before `span` hand on."""
-    rows = gpu.Rows(0, m_ref.shape[0], span)
-    m_N, z_N, n_NW = rows.read(m_ref, fill=-jnp.inf), rows.read(z_ref), rows.read(n_ref, plan.width)
-    counts_N, run = rows.exists(), jnp.full((), -1, jnp.int32)
-    if run_ref is not None:
-        run_N = rows.read(run_ref, fill=-1)
-        run = jnp.max(run_N)
-        counts_N &= run_N == run
-    m = jnp.max(jnp.where(counts_N, m_N, -jnp.inf))
-    w_N = jnp.where(counts_N, gpu.exp(m_N - m), 0.0)
-    return Before(m, jnp.sum(w_N * z_N), jnp.sum(w_N[:, None] * n_NW, axis=0), run)
-
-
 def _backward_totals(plan: Plan, runs_ref, m_ref, z_ref, o_ref, do_ref, *refs):
-    first_ref, e_ref, k_ref, run_ref = refs
     _, tiles, end = plan.span()
 
-    def tile(count, after: After):
+    def tile(count, after: Carry):
         rows = gpu.Rows((tiles - 1 - count) * plan.tile, plan.tile, end)
-        return _pass_back(after, *_read_outputs(plan, rows, runs_ref, m_ref, z_ref, o_ref, do_ref))
+        m_I, inverse_I, do_o_I, do_IW = _read_outputs(plan, rows, m_ref, z_ref, o_ref, do_ref)
+        runs_I = _read_runs(rows, runs_ref, sign=-1)
+        return carry.pass_on(after, runs_I, -m_I, inverse_I, do_o_I, do_IW)
 
-    total = jax.lax.fori_loop(0, tiles, tile, _nothing_after(do_ref))
-    first_ref[...], e_ref[...] = total.m, total.e
-    gpu.write_head(k_ref, total.k_W, plan.width)
-    if run_ref is not None:
-        run_ref[...] = total.run
+    total = jax.lax.fori_loop(0, tiles, tile, carry.nothing(do_ref.shape[-1]))
+    carry.write(refs, total, plan.width)
 
 
 def _backward_kernel(plan: Plan, runs_ref, m_ref, z_ref, o_ref, do_ref, s_ref, v_ref, *refs):
     *totals, ds_ref, dv_ref = refs
     span, tiles, end = plan.span()
 
-    def tile(count, after: After):
+    def tile(count, after: Carry):
         rows = gpu.Rows((tiles - 1 - count) * plan.tile, plan.tile, end)
-        outputs = _read_outputs(plan, rows, runs_ref, m_ref, z_ref, o_ref, do_ref)
-        runs_I, m_I, inverse_I, do_o_I, do_IW = outputs
-        s_J, v_JW = rows.read(s_ref, fill=-jnp.inf), rows.read(v_ref, plan.width)
+        m_I, inverse_I, do_o_I, do_IW = _read_outputs(plan, rows, m_ref, z_ref, o_ref, do_ref)
+        s_J, v_JW = _read_scores(plan, rows, s_ref, v_ref)
+        runs_I = _read_runs(rows, runs_ref, sign=-1)
         a_JI = gpu.exp(s_J[:, None] - m_I[None]) * inverse_I[None]
-        a_JI = jnp.where(_sees(runs_I, plan.tile, keys_first=True), a_JI, 0.0)
+        a_JI = jnp.where(_seen(runs_I, plan.tile), a_JI, 0.0)
         goes_on_J = None if runs_I is None else runs_I == after.run
-        to_later_J = _where(goes_on_J, gpu.exp(s_J - after.m), 0.0)
-        dv_JW = block_product(a_JI, do_IW) + to_later_J[:, None] * after.k_W[None]
-        e_J = jnp.sum(a_JI * do_o_I[None], axis=1) + to_later_J * after.e
+        to_later_J = where(goes_on_J, gpu.exp(s_J + after.top), 0.0)
+        dv_JW = block_product(a_JI, do_IW) + to_later_J[:, None] * after.head_W[None]
+        e_J = jnp.sum(a_JI * do_o_I[None], axis=1) + to_later_J * after.total
         rows.write(ds_ref, jnp.sum(dv_JW * v_JW.astype(jnp.float32), axis=1) - e_J)
         rows.write(dv_ref, dv_JW, plan.width)
-        return _pass_back(after, *outputs)
+        return carry.pass_on(after, runs_I, -m_I, inverse_I, do_o_I, do_IW)
 
-    if plan.spans == 1:
-        after = _nothing_after(do_ref)
-    else:
-        after = _join_after(plan, span, *totals)
+    after = carry.nothing(do_ref.shape[-1])
+    if plan.spans > 1:
+        after = carry.join(totals, span + 1, plan.spans, plan.width)
     jax.lax.fori_loop(0, tiles, tile, after)
 
 
-def _read_outputs(plan: Plan, rows: gpu.Rows, runs_ref, m_ref, z_ref, o_ref, do_ref):
-    """(runs_I or None, m_I, 1 / z_I, do.o_I, do_IW); what does not exist has no weight."""
-    runs_I = None if runs_ref is None else rows.read(runs_ref, fill=_NO_RUN)
+def _read_runs(rows: gpu.Rows, runs_ref, sign: int = 1):
+    return None if runs_ref is None else sign * rows.read(runs_ref, fill=sign * carry.NO_RUN)
+
+
+def _read_scores(plan: Plan, rows: gpu.Rows, s_ref, v_ref):
+    """(s_J, v_JW); what does not exist has no weight."""
+    return rows.read(s_ref, fill=-jnp.inf).astype(jnp.float32), rows.read(v_ref, plan.width)
+
+
+def _read_outputs(plan: Plan, rows: gpu.Rows, m_ref, z_ref, o_ref, do_ref):
+    """(m_I, 1 / z_I, do.o_I, do_IW); what does not exist has no weight."""
     m_I, z_I = rows.read(m_ref, fill=jnp.inf), rows.read(z_ref, fill=1)
     o_IW, do_IW = rows.read(o_ref, plan.width), rows.read(do_ref, plan.width)
     do_o_I = jnp.sum(o_IW.astype(jnp.float32) * do_IW.astype(jnp.float32), axis=1)
-    return runs_I, m_I, 1 / z_I, do_o_I, do_IW
+    return m_I, 1 / z_I, do_o_I, do_IW
 
 
-def _nothing_after(do_ref) -> After:
-    return After(
-        jnp.full((), jnp.inf, jnp.float32),
-        jnp.zeros((), jnp.float32),
-        jnp.zeros(do_ref.shape[-1], jnp.float32),
-        jnp.full((), _NO_RUN, jnp.int32),
-    )
-
-
-def _pass_back(after: After, runs_I, m_I, inverse_I, do_o_I, do_IW) -> After:
-    """What positions before `after` hand back, with what came to them."""
-    run = after.run if runs_I is None else jnp.min(runs_I)
-    counts_I = None if runs_I is None else runs_I == run
-    goes_on = None if runs_I is None else run == after.run
-    m = jnp.min(_where(counts_I, m_I, jnp.inf))
-    w_I = _where(counts_I, gpu.exp(m - m_I) * inverse_I, 0.0)
-    kept = _where(goes_on, gpu.exp(m - after.m), 0.0)
-    k_W = jnp.sum(w_I[:, None] * do_IW.astype(jnp.float32), axis=0)
-    return After(m, kept * after.e + jnp.sum(w_I * do_o_I), kept * after.k_W + k_W, run)
-
-
-def _join_after(plan: Plan, span, m_ref, e_ref, k_ref, run_ref) -> After:
-    """What the spans after `span` hand back."""
-    rows = gpu.Rows(0, m_ref.shape[0], plan.spans)
-    m_N, e_N, k_NW = rows.read(m_ref, fill=jnp.inf), rows.read(e_ref), rows.read(k_ref, plan.width)
-    counts_N = rows.exists() & (jax.lax.iota(jnp.int32, rows.size) > span)
-    run = jnp.full((), _NO_RUN, jnp.int32)
-    if run_ref is not None:
-        run_N = jnp.where(counts_N, rows.read(run_ref, fill=_NO_RUN), _NO_RUN)
-        run = jnp.min(run_N)
-        counts_N &= run_N == run
-    m = jnp.min(jnp.where(counts_N, m_N, jnp.inf))
-    w_N = jnp.where(counts_N, gpu.exp(m - m_N), 0.0)
-    return After(m, jnp.sum(w_N * e_N), jnp.sum(w_N[:, None] * k_NW, axis=0), run)
-
-
-def _sees(runs_I, size: int, *, keys_first: bool = False) -> jax.Array:
-    """Whether query i sees key j of the same tile: (I, J), or (J, I)."""
-    down = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    along = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    seen = down <= along if keys_first else down >= along
+def _seen(runs_I, size: int) -> jax.Array:
+    """Whether key j is seen by query i of the same tile: (J, I)."""
+    j = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    seen = j <= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
     return seen if runs_I is None else seen & (runs_I[:, None] == runs_I[None])
-
-
-def _where(condition, x, other):
-    return x if condition is None else jnp.where(condition, x, other)

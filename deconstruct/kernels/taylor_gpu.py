@@ -1,8 +1,8 @@
 """Taylor attention by blocks of scores that stay in registers, in Pallas for NVIDIA GPUs.
 
 A program takes one head and a block of queries, goes through the blocks of keys up to its own, and
-gathers the sums of weights w = 1 + x + x^2/2 and of weights times values: polynomial weights need no
-running maximum. Backwards, with p = w / sum, g = (1 + x) / sum, dp_ij = do_i . v_j and
+gathers the sums of weights w = 1 + x + x^2/2 and of weights times values: polynomial weights need
+no running maximum. Backwards, with p = w / sum, g = (1 + x) / sum, dp_ij = do_i . v_j and
 ds_ij = g_ij (dp_ij - do_i . o_i) / sqrt(K),
 
     dv_j = sum_i p_ij do_i,   dq_i = sum_j ds_ij k_j,   dk_j = sum_i ds_ij q_i,
@@ -27,6 +27,18 @@ from deconstruct.kernels.backends import Call
 from deconstruct.kernels.precision import block_product
 from deconstruct.kernels.shards import per_shard
 
+LARGEST_HEAD = 128  # of which blocks fit the shared memory
+
+# Bytes of a number -> axis along which programs lie -> (queries, keys, warps) of a block, for heads
+# up to 64 and larger ones. By what the compiler says of a Hopper chip, not by a clock: nothing
+# spills. Blocks of 128 queries read keys and values half as often as of 64; dk and dv hold twice as
+# much, and with 64 keys two programs still fit a multiprocessor. Products of float32 take no tensor
+# cores, and hold their operands in registers.
+BLOCKS = {
+    2: {"T": ((128, 64, 8), (128, 64, 8)), "S": ((64, 64, 4), (64, 64, 8))},
+    4: {"T": ((32, 32, 4), (32, 16, 8)), "S": ((32, 32, 4), (32, 16, 4))},
+}
+
 
 class Plan(NamedTuple):
     """The static side of a call on one device.
@@ -34,6 +46,7 @@ class Plan(NamedTuple):
     Attributes:
       length, num_heads, num_groups, key_size, width: of the arrays.
       queries, keys: positions of a block.
+      num_warps: of a program.
     """
 
     length: int
@@ -43,6 +56,7 @@ class Plan(NamedTuple):
     width: int
     queries: int
     keys: int
+    num_warps: int
 
     def own(self, first, size: int) -> gpu.Rows:
         """Those of a program's own block, whose first position is `first`."""
@@ -55,7 +69,7 @@ class Plan(NamedTuple):
 
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
-    return gpu.too_large(call.key_size, call.value_size)
+    return gpu.too_large(LARGEST_HEAD, call.key_size, call.value_size)
 
 
 def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None) -> jax.Array:
@@ -88,11 +102,12 @@ def _attend_backward(residuals, do_BTHW):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _plan(q_BTHK, v_BTGW) -> Plan:
+def _plan(q_BTHK, v_BTGW, along: str) -> Plan:
+    """Of a kernel whose programs lie along T or S."""
     _, length, heads, key_size = q_BTHK.shape
     groups, width = v_BTGW.shape[2:]
-    rows = 64 if v_BTGW.dtype.itemsize == 2 else 32
-    return Plan(length, heads, groups, key_size, width, rows, rows)
+    blocks = BLOCKS[v_BTGW.dtype.itemsize][along][max(key_size, width) > 64]
+    return Plan(length, heads, groups, key_size, width, *blocks)
 
 
 def _tiling(plan: Plan, batch: int, along: str) -> gpu.Tiling:
@@ -107,12 +122,9 @@ def _tiling(plan: Plan, batch: int, along: str) -> gpu.Tiling:
         number = _query_block(step, steps["T"]) if along == "T" else step
         return {"B": row, "H": head, "G": group, along: number}
 
+    grid = steps[along], plan.num_heads, batch
     return gpu.Tiling(
-        (steps[along], plan.num_heads, batch),
-        {**whole, **heads, along: rows[along]},
-        place,
-        num_warps=4 if max(heads.values()) <= 64 else 8,
-        num_stages=2,
+        grid, {**whole, **heads, along: rows[along]}, place, plan.num_warps, num_stages=2
     )
 
 
@@ -123,10 +135,10 @@ def _query_block(step, steps):
 
 def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
     """(o_BTHW, sum_BHT: of each query's weights) of one device."""
-    plan, batch = _plan(q_BTHK, v_BTGW), len(q_BTHK)
+    plan, batch = _plan(q_BTHK, v_BTGW, "T"), len(q_BTHK)
     return gpu.call(
         functools.partial(_forward_kernel, plan),
-        _tiling(plan, batch, along="T"),
+        _tiling(plan, batch, "T"),
         _given(q_BTHK, k_BTGK, v_BTGW, runs_BT),
         [
             ((*q_BTHK.shape[:3], plan.width), v_BTGW.dtype, "BTHW"),
@@ -137,24 +149,24 @@ def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
 
 def _backward(q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW):
     """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
-    plan, batch = _plan(q_BTHK, v_BTGW), len(q_BTHK)
+    heads = q_BTHK.shape[2]
     given = [
         *_given(q_BTHK, k_BTGK, v_BTGW, runs_BT),
         (do_BTHW, "BTHW"), (sum_BHT, "BHT"), (delta_BHT, "BHT"),
     ]  # fmt: skip
-    (dq_BTHK,) = gpu.call(
-        functools.partial(_queries_kernel, plan),
-        _tiling(plan, batch, along="T"),
-        given,
-        [(q_BTHK.shape, q_BTHK.dtype, "BTHK")],
-    )
-    dk_BTHK, dv_BTHW = gpu.call(
-        functools.partial(_keys_kernel, plan),
-        _tiling(plan, batch, along="S"),
-        given,
+
+    def call(kernel, along: str, made):
+        plan = _plan(q_BTHK, v_BTGW, along)
+        tiling = _tiling(plan, len(q_BTHK), along)
+        return gpu.call(functools.partial(kernel, plan), tiling, given, made)
+
+    (dq_BTHK,) = call(_queries_kernel, "T", [(q_BTHK.shape, q_BTHK.dtype, "BTHK")])
+    dk_BTHK, dv_BTHW = call(
+        _keys_kernel,
+        "S",
         [
-            (q_BTHK.shape, gpu.dtype_of_heads(k_BTGK, plan.num_heads), "BSHK"),
-            (do_BTHW.shape, gpu.dtype_of_heads(v_BTGW, plan.num_heads), "BSHW"),
+            (q_BTHK.shape, gpu.dtype_of_heads(k_BTGK, heads), "BSHK"),
+            (do_BTHW.shape, gpu.dtype_of_heads(v_BTGW, heads), "BSHW"),
         ],
     )
     return dq_BTHK, gpu.sum_of_heads(dk_BTHK, k_BTGK), gpu.sum_of_heads(dv_BTHW, v_BTGW)
