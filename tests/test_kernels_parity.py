@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import OPS, Case, assert_near, bind, inputs, with_gradients
 
 from deconstruct import kernels
-from deconstruct.kernels import quadratic
+from deconstruct.kernels import prefix_gpu, quadratic, taylor_gpu
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 
@@ -107,8 +107,6 @@ def test_trace_for_accelerators_equals_reference(op, backend):
 @pytest.mark.parametrize("op", ["taylor_attention", "prefix_softmax"])
 def test_a_gpus_blocks_of_bfloat16_equal_reference(op, monkeypatch):
     """A CPU computes in float32, which a GPU's kernels cut into smaller blocks."""
-    from deconstruct.kernels import prefix_gpu, taylor_gpu
-
     monkeypatch.setitem(prefix_gpu.TILE, 4, prefix_gpu.TILE[2])
     monkeypatch.setitem(taylor_gpu.BLOCKS, 4, taylor_gpu.BLOCKS[2])
     case = Case(300, 4, 2, 16, documents=(130, 1, 169))
@@ -119,8 +117,6 @@ def test_a_gpus_blocks_of_bfloat16_equal_reference(op, monkeypatch):
 
 
 def test_a_gpus_walk_is_cut_into_spans_where_heads_are_few():
-    from deconstruct.kernels import prefix_gpu
-
     def spans(batch, length, heads):
         s = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
         v = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)

@@ -53,7 +53,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def call(kernel: Callable, tiling: Tiling, given: Sequence, made: Sequence) -> list:
+def call(kernel: Callable, tiling: Tiling, given: Sequence, made: Sequence) -> tuple:
     """A Pallas call on arrays whose axes are named by letters.
 
     Args:
@@ -93,7 +93,7 @@ def call(kernel: Callable, tiling: Tiling, given: Sequence, made: Sequence) -> l
         interpret=platform() == "cpu",
     )(*(x for x, _ in given if x is not None))
     results = iter(results)
-    return [None if dtype is None else next(results) for _, dtype, _ in made]
+    return tuple(None if dtype is None else next(results) for _, dtype, _ in made)
 
 
 class Rows(NamedTuple):
