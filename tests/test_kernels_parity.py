@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import OPS, Case, assert_near, bind, inputs, with_gradients
+from kernel_cases import OPS, Case, assert_near, bind, inputs, segments, with_gradients
 
 from deconstruct import kernels
 from deconstruct.kernels import prefix_gpu, quadratic, taylor_gpu
@@ -104,14 +104,21 @@ def test_trace_for_accelerators_equals_reference(op, backend):
     assert_near(got, reference, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("op", ["taylor_attention", "prefix_softmax"])
-def test_a_gpus_blocks_of_bfloat16_equal_reference(op, monkeypatch):
-    """A CPU computes in float32, which a GPU's kernels cut into smaller blocks."""
-    monkeypatch.setitem(prefix_gpu.TILE, 4, prefix_gpu.TILE[2])
-    monkeypatch.setitem(taylor_gpu.BLOCKS, 4, taylor_gpu.BLOCKS[2])
-    case = Case(300, 4, 2, 16, documents=(130, 1, 169))
+@pytest.mark.parametrize(
+    "op, module", [("taylor_attention", taylor_gpu), ("prefix_softmax", prefix_gpu)]
+)
+def test_a_gpus_blocks_of_bfloat16_equal_reference(op, module, monkeypatch):
+    """They are larger than those of float32, to which the ops turn everything on a CPU."""
+
+    def product_of_rounded(x, y, contract=(1, 0)):
+        rounded = (z.astype(y.dtype).astype(jnp.float32) for z in (x, y))
+        return jax.lax.dot_general(*rounded, (((contract[0],), (contract[1],)), ((), ())))
+
+    monkeypatch.setattr(module, "block_product", product_of_rounded)
+    case = Case(300, 4, 2, 80, documents=(130, 1, 169), dtype="bfloat16", value_size=24)
     arrays, do = inputs(op, case)
-    got = with_gradients(bind(op, case, "gpu"))(arrays, do)
+    runs = document_runs(segments(case))
+    got = with_gradients(lambda *arrays: module.run(*arrays, runs))(arrays, do)
     reference = with_gradients(bind(op, case, "reference"))(arrays, do)
     assert_near(got, reference, TOLERANCE[case.dtype])
 
