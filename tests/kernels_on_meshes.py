@@ -27,7 +27,9 @@ def batch_of_8(op):
 OTHERS = [
     ("taylor_attention", "chunked"),
     ("taylor_attention", "tpu"),
+    ("taylor_attention", "gpu"),
     ("prefix_softmax", "tpu"),
+    ("prefix_softmax", "gpu"),
     ("causal_attention", "splash"),
     ("fixed_map_attention", "splash"),
 ]

@@ -15,11 +15,12 @@ from kernel_cases import (
     covering_cases,
     every_case,
     inputs,
+    segments,
     with_gradients,
 )
 
 from deconstruct import kernels, tuning
-from deconstruct.kernels import quadratic
+from deconstruct.kernels import prefix_gpu, quadratic, taylor_gpu
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 from tools.kernel_calls import takes_documents
@@ -122,6 +123,39 @@ def test_trace_for_accelerators_equals_reference(op, backend):
         got = with_gradients(bind(op, case, backend))(arrays, do)
     reference = with_gradients(bind(op, case, "reference"))(arrays, do)
     assert_near(got, reference, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize(
+    "op, module", [("taylor_attention", taylor_gpu), ("prefix_softmax", prefix_gpu)]
+)
+def test_a_gpus_blocks_of_bfloat16_equal_reference(op, module, monkeypatch):
+    """They are larger than those of float32, to which the ops turn everything on a CPU."""
+
+    def product_of_rounded(x, y, contract=(1, 0)):
+        rounded = (z.astype(y.dtype).astype(jnp.float32) for z in (x, y))
+        return jax.lax.dot_general(*rounded, (((contract[0],), (contract[1],)), ((), ())))
+
+    monkeypatch.setattr(module, "block_product", product_of_rounded)
+    case = Case(300, 4, 2, 80, documents=(130, 1, 169), dtype="bfloat16", value_size=24)
+    arrays, do = inputs(op, case)
+    runs = document_runs(segments(case))
+    got = with_gradients(lambda *arrays: module.run(*arrays, runs))(arrays, do)
+    reference = with_gradients(bind(op, case, "reference"))(arrays, do)
+    assert_near(got, reference, TOLERANCE[case.dtype])
+
+
+def test_a_gpus_walk_is_cut_into_spans_where_heads_are_few():
+    def spans(batch, length, heads):
+        s = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+        v = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
+        plan = prefix_gpu._plan(s, v)
+        span = plan.tiles * plan.tile
+        assert span * (plan.spans - 1) < length <= span * plan.spans
+        return plan.spans
+
+    assert [spans(rows, 2048, 8) for rows in (1, 8, 32, 64, 1000)] == [16, 8, 2, 1, 1]
+    assert [spans(8, length, 8) for length in (1, 128, 129, 500, 65536)] == [1, 1, 2, 4, 8]
+    assert spans(1, 65536, 1) == 64
 
 
 @pytest.mark.parametrize("op, backend", [form for form in FORMS if form[1] in ("xla", "quadratic")])

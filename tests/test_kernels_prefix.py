@@ -9,7 +9,7 @@ from kernel_cases import Case, bind, inputs, with_gradients
 from deconstruct import kernels
 from deconstruct.kernels.reference import TOLERANCE
 
-FORMS = ("tpu", "blocked", "scan")
+FORMS = ("tpu", "gpu", "blocked", "scan")
 T, H, K = 100, 2, 8
 
 

@@ -15,6 +15,7 @@ from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 
 OP = "taylor_attention"
+BACKENDS = ("tpu", "gpu", "quadratic", "chunked")
 SMALL = Case(50, 4, 2, 16)
 
 
@@ -82,7 +83,7 @@ def test_features_make_the_weight():
     assert np.allclose(np.einsum("bfs,bft->bst", phi, phi), 1 + dot + dot**2 / 2, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["tpu", "quadratic", "chunked"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scale_may_sit_on_either_side(backend):
     """Only q.k counts: a factor on q equals the same on k, and the square root on both."""
     (q, k, v), _ = inputs(OP, SMALL)
@@ -110,9 +111,7 @@ def float64_gradients(q, k, v, do):
     return o, dq, dk, dv
 
 
-@pytest.fixture(
-    scope="module", params=[(b, d) for b in ("tpu", "quadratic", "chunked") for d in TOLERANCE]
-)
+@pytest.fixture(scope="module", params=[(b, d) for b in BACKENDS for d in TOLERANCE])
 def compiled(request):
     backend, dtype = request.param
     form = chunked(16) if backend == "chunked" else bind(OP, Case(60, 1, 1, 16), backend)
@@ -141,7 +140,7 @@ def test_any_scale_against_float64(compiled, scale):
         assert np.abs(g - w).max() / np.abs(w).max() <= tolerance
 
 
-@pytest.mark.parametrize("backend", ["tpu", "quadratic", "chunked"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_long_row_of_ones_stays_one(backend):
     """Sums over 4,096 keys; the whole row is one document."""
     rng = np.random.default_rng(5)

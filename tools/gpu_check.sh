@@ -26,7 +26,7 @@ bench() { # op, backend, other flags
   local op=$1 backend=$2
   shift 2
   echo "$op by $backend $*"
-  if ! timeout 30 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
+  if ! timeout 24 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
     >> "$out/kernels.jsonl" 2>> "$out/errors.log"; then
     echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
     failed=1
@@ -34,8 +34,12 @@ bench() { # op, backend, other flags
 }
 
 for dtype in bfloat16 float32; do
-  bench prefix_softmax blocked --dtype=$dtype --rows=16
-  bench taylor_attention quadratic --dtype=$dtype
+  for backend in gpu blocked; do
+    bench prefix_softmax $backend --dtype=$dtype --rows=16
+  done
+  for backend in gpu quadratic; do
+    bench taylor_attention $backend --dtype=$dtype
+  done
   bench fixed_map_attention blocked --dtype=$dtype
   bench causal_attention xla --dtype=$dtype
 done

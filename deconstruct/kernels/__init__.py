@@ -54,6 +54,10 @@ def _unconfirmed(call: Call) -> str:
     return "no GPU has confirmed it yet"
 
 
+def _costs_more_or_unconfirmed(call: Call) -> str | None:
+    return _scores_cost_more(call) or _unconfirmed(call)
+
+
 # In order of preference.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "causal_attention": (
@@ -70,12 +74,26 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             interpreted=True,
             advises_against=_scores_cost_more,
         ),
+        Backend(
+            "gpu",
+            module="taylor_gpu",
+            platform="gpu",
+            interpreted=True,
+            advises_against=_costs_more_or_unconfirmed,
+        ),
         Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
         Backend("chunked", taylor_recurrence.chunked),
         Backend("reference", taylor.reference),
     ),
     "prefix_softmax": (
         Backend("tpu", module="prefix_tpu", platform="tpu", interpreted=True),
+        Backend(
+            "gpu",
+            module="prefix_gpu",
+            platform="gpu",
+            interpreted=True,
+            advises_against=_unconfirmed,
+        ),
         Backend(
             "triton",
             module="prefix_triton",

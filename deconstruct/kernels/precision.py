@@ -12,3 +12,14 @@ def product(subscripts: str, *operands: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def block_product(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """Of two blocks inside a Pallas kernel, summed over axes `contract`, x rounded to y's dtype."""
+    return jax.lax.dot_general(
+        x.astype(y.dtype),
+        y,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -16,9 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from deconstruct.kernels.backends import platform
+from deconstruct.kernels.precision import block_product
 
 TILE = 128  # positions that lie on the lanes of a register
 BUFFER_BYTES = 10 << 20  # of 16 MiB that the compiler grants a kernel; the rest is for its blocks
+
+product = block_product
 
 
 def too_large(num_bytes: int) -> str | None:
@@ -109,18 +112,6 @@ def sees(runs_1I, runs_1J, ahead, size: int, *, keys_first: bool = False) -> jax
     first, second = (runs_1J, runs_1I) if keys_first else (runs_1I, runs_1J)
     turned = jnp.broadcast_to(first.astype(jnp.float32), (size, size)).T  # exact below 2^24
     return seen & (turned == second.astype(jnp.float32))
-
-
-def product(x, y, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Of the values' dtype, y's, summed in float32; float32 is not rounded on its way in."""
-    precision = jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x.astype(y.dtype),
-        y,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def stack(columns: Sequence[jax.Array], fill: float) -> jax.Array:
