@@ -45,6 +45,13 @@ def _scores_cost_more(call: Call) -> str | None:
     return f"from {start} positions on the recurrence takes fewer FLOPs"
 
 
+def _recurrence_costs_more(call: Call) -> str | None:
+    start = crossover(call.num_heads, call.num_groups, call.key_size, call.value_size)
+    if call.length >= start:
+        return None
+    return f"below {start} positions scores take fewer FLOPs"
+
+
 def _unconfirmed(call: Call) -> str:
     return "no GPU has confirmed it yet"
 
@@ -64,6 +71,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             platform="tpu",
             interpreted=True,
             advises_against=_scores_cost_more,
+        ),
+        Backend(
+            "tpu_chunked",
+            module="taylor_chunks_tpu",
+            platform="tpu",
+            interpreted=True,
+            advises_against=_recurrence_costs_more,
         ),
         Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
         Backend("chunked", taylor_recurrence.chunked),

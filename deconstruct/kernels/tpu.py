@@ -74,19 +74,25 @@ def call(kernel: Callable, grid, inputs, outputs, scratch, *, walk: int) -> list
         def place(b, *at):
             return (b, number(*at), 0) if axis == 1 else (b, 0, number(*at))
 
-        return pl.BlockSpec(block, place)
+        return x, pl.BlockSpec(block, place)
 
+    placed = ([spec(*x) for x in arrays] for arrays in (inputs, outputs))
+    return call_blocks(kernel, grid, *placed, scratch, walk=walk)
+
+
+def call_blocks(kernel: Callable, grid, inputs, outputs, scratch, *, walk: int) -> list[jax.Array]:
+    """The same over blocks of any kind: `inputs` and `outputs` are (array, its BlockSpec)."""
     semantics = ("parallel",) * (len(grid) - walk) + ("arbitrary",) * walk
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[spec(*x) for x in inputs],
-        out_specs=[spec(*x) for x in outputs],
-        out_shape=[x for x, *_ in outputs],
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[x for x, _ in outputs],
         scratch_shapes=[pltpu.VMEM(*x) for x in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=platform() == "cpu",
-    )(*(x for x, *_ in inputs))
+    )(*(x for x, _ in inputs))
 
 
 def exists(length: int, start, size: int) -> tuple[jax.Array, jax.Array]:
