@@ -279,13 +279,13 @@ class Documents(NamedTuple):
       reads_1S: whether a query's document is the one alive at the chunk's start, of which alone
         the state before the chunk holds keys.
       writes_1S: whether a key's document is the one alive at the chunk's end.
-      survives_11: whether these two are one.
+      change_11: 0 where these two are one.
     """
 
     runs_1S: jax.Array | None
     reads_1S: jax.Array | None
     writes_1S: jax.Array | None
-    survives_11: jax.Array | None
+    change_11: jax.Array | None
 
 
 def _documents(plan: Plan, refs):
@@ -295,7 +295,7 @@ def _documents(plan: Plan, refs):
     runs_ref, before_ref, *refs = refs
     runs_1S, before_11 = runs_ref[...], before_ref[:, -1:]
     last_11 = runs_1S[:, -1:]
-    return Documents(runs_1S, runs_1S == before_11, runs_1S == last_11, before_11 == last_11), refs
+    return Documents(runs_1S, runs_1S == before_11, runs_1S == last_11, last_11 - before_11), refs
 
 
 def _where(condition, x):
@@ -316,8 +316,8 @@ def _forward_kernel(plan: Plan, *refs):
         past_XS = jnp.broadcast_to(ones_sums[...], (plan.columns, plan.chunk))
         past_XS = jax.lax.fori_loop(0, plan.steps, step, past_XS)
         _, w_SS = _weights(plan, documents, k_ref[0], q_ref[r])
-        sums_XS = _where(documents.reads_1S, past_XS)
-        sums_XS += tpu.product(v_ref[0], w_SS.astype(plan.dtype))
+        sums_XS = tpu.product(v_ref[0], w_SS.astype(plan.dtype))
+        sums_XS += _where(documents.reads_1S, past_XS)
         sum_1S = sums_XS[plan.width : plan.width + 1]
         o_ref[r] = (sums_XS[: plan.width] / sum_1S).astype(o_ref.dtype)
         sum_ref[r] = sum_1S
@@ -407,7 +407,7 @@ def _keep(plan: Plan, documents: Documents, sums, ones_sums):
     if not plan.isolates:
         return
 
-    @pl.when(jnp.logical_not(documents.survives_11[0, 0]))
+    @pl.when(documents.change_11[0, 0] != 0)
     def _():
         sums[...] = jnp.zeros_like(sums)
         ones_sums[...] = jnp.zeros_like(ones_sums)
