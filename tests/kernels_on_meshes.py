@@ -27,6 +27,7 @@ def batch_of_8(op):
 OTHERS = [
     ("taylor_attention", "chunked"),
     ("taylor_attention", "tpu"),
+    ("taylor_attention", "tpu_chunked"),
     ("prefix_softmax", "tpu"),
     ("causal_attention", "splash"),
     ("fixed_map_attention", "splash"),

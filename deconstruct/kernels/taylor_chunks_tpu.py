@@ -8,10 +8,11 @@ are two walks: forward, with the sums built again, for dq, and in reverse, with 
 for dk and dv.
 
 Of float32 inputs nothing is rounded. Of bfloat16 ones features and sums are rounded on their way
-into a product, as queries, keys and values are; the sums themselves stay float32. The error of a
-weight is then about 1e-3 |q|^2 |k|^2 / K, which is what rounding q and k to bfloat16 does to most
-weights; but that of a key a hundred times longer than the others hides theirs from the queries that
-are at right angles to it. (Float32: as in `taylor_recurrence`.)
+into a product, as queries, keys and values are; the sums themselves stay float32. A weight's error
+is then about 1e-3 |q|^2 |k|^2 / K, as much as rounding q and k to bfloat16 does to most weights.
+But what a key many times longer than the others adds to it hides their weights from the queries at
+right angles to that key: among 60 keys one ten times longer does not, one thirty times longer does.
+In float32 this error is 1e-7 of |q|^2 |k|^2 / K, as in `taylor_recurrence`.
 
 Axes: B batch, T time, H heads, G key/value groups, C channels of a head, K key size and W value
 size (filled up to a multiple of 8 inside), X columns (values, a one, and zeros up to a multiple of
@@ -36,7 +37,7 @@ def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     heads = call.num_heads // call.num_groups
     sizes = call.length, heads, call.key_size, call.value_size
-    plan = _plan(*sizes, call.dtype, call.isolates_documents)
+    plan = _plan(CHUNKS, *sizes, call.dtype, call.isolates_documents)
     if plan.bytes <= tpu.BUFFER_BYTES:
         return None
     return (
@@ -45,51 +46,53 @@ def refuses(call: Call) -> str | None:
     )
 
 
-def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT)
+def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunks: tuple[int, ...] = CHUNKS) -> jax.Array:
+    """o_BTHW in v's dtype; by the first of `chunks`, in positions, that fits."""
+    return _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)
 
 
-@jax.custom_vjp
-def _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    return _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
 
 
-def _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
     given = ("BTHK", "BTGK", "BTGW", "BT")
-    forward = per_shard(_forward, given, ("BTHW", "BHT"), v_BTGW)
+    forward = per_shard(functools.partial(_forward, chunks), given, ("BTHW", "BHT"), v_BTGW)
     o_BTHW, sum_BHT = forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)
     return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT)
 
 
-def _attend_backward(residuals, do_BTHW):
+def _attend_backward(chunks, residuals, do_BTHW):
     given = ("BTHK", "BTGK", "BTGW", "BT", "BTHW", "BHT", "BTHW")
-    backward = per_shard(_backward, given, ("BTHK", "BTGK", "BTGW"), residuals[2])
+    found = "BTHK", "BTGK", "BTGW"
+    backward = per_shard(functools.partial(_backward, chunks), given, found, residuals[2])
     return *backward(*residuals, do_BTHW), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _plan(length: int, heads: int, key_size: int, width: int, dtype, isolates: bool) -> Plan:
+def _plan(chunks, length: int, heads: int, key_size: int, width: int, dtype, isolates) -> Plan:
     """With the longest chunk that fits and is not for the most part beyond the end."""
     plans = [
         Plan(length, heads, key_size, width, chunk, jnp.dtype(dtype), isolates)
-        for chunk in CHUNKS
-        if chunk < 2 * length or chunk == CHUNKS[-1]
+        for chunk in chunks
+        if chunk < 2 * length or chunk == chunks[-1]
     ]
     return next((plan for plan in plans if plan.bytes <= tpu.BUFFER_BYTES), plans[-1])
 
 
-def _plan_of(q_BTHK, v_BTGW, runs_BT) -> Plan:
+def _plan_of(chunks, q_BTHK, v_BTGW, runs_BT) -> Plan:
     _, length, heads, key_size = q_BTHK.shape
     groups, width = v_BTGW.shape[2:]
-    return _plan(length, heads // groups, key_size, width, v_BTGW.dtype, runs_BT is not None)
+    sizes = length, heads // groups, key_size, width
+    return _plan(chunks, *sizes, v_BTGW.dtype, runs_BT is not None)
 
 
-def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def _forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
     """(o_BTHW, sum_BHT: of each row's weights) of one device."""
-    plan = _plan_of(q_BTHK, v_BTGW, runs_BT)
+    plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
     batch, _, heads, _ = q_BTHK.shape
     o_BHWT, sum_BH1T = _call(
         plan,
@@ -102,9 +105,9 @@ def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
     return _time_second(plan, o_BHWT), sum_BH1T[:, :, 0, : plan.length]
 
 
-def _backward(q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT, do_BTHW):
+def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT, do_BTHW):
     """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
-    plan = _plan_of(q_BTHK, v_BTGW, runs_BT)
+    plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
     do_BTHW = do_BTHW.astype(jnp.float32) / jnp.swapaxes(sum_BHT, 1, 2)[..., None]
     delta_BTH1 = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1, keepdims=True)
     d_BTHX = jnp.concatenate([do_BTHW, -delta_BTH1], axis=-1).astype(plan.dtype)
