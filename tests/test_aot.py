@@ -372,3 +372,5 @@ def test_kernels_compile_for_every_tpu():
     assert all(line["memory"]["fits"] for line in found)
     own = [line["bytes"] for line in found if line["op"] == "prefix_softmax"]
     assert own and all(moved["compiled"] <= 4 * moved["least"] for moved in own)
+    long = [line["memory"] for line in found if line["length"] == 16384]
+    assert long and all(m["temporaries"] <= m["arguments"] + m["output"] for m in long)
