@@ -38,12 +38,7 @@ def refuses(call: Call) -> str | None:
     heads = call.num_heads // call.num_groups
     sizes = call.length, heads, call.key_size, call.value_size
     plan = _plan(CHUNKS, *sizes, call.dtype, call.isolates_documents)
-    if plan.bytes <= tpu.BUFFER_BYTES:
-        return None
-    return (
-        f"the sums of a group and {plan.chunk} of its positions take {plan.bytes} bytes, "
-        f"more than {tpu.BUFFER_BYTES}"
-    )
+    return tpu.too_large(plan.bytes, f"the sums of a group and {plan.chunk} of its positions")
 
 
 def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunks: tuple[int, ...] = CHUNKS) -> jax.Array:

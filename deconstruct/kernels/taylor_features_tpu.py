@@ -22,10 +22,10 @@ from deconstruct.kernels.backends import platform
 
 DEPTH = 256  # features of a step, at most: what a product sums over
 HALF = 0.5**0.5
-# Steps in a row, at most, by the size of what products take: so that one's features are made while
-# another's products run. Of bfloat16 a step of K = 64 then takes 38 cycles and not 94 in a v5e's
-# schedule; of float32 it would gain less and compile for long. (Counted in what the compiler
-# wrote; not measured.)
+# Steps without a loop around them, at most, by the bytes of what products take: one's features are
+# then made while another's products run. Of bfloat16 at K = 64 a step over 256 positions takes 38
+# cycles and not 94 as a v5e's compiler schedules it (no TPU has run it); float32 gains less and
+# compiles for long.
 UNROLLED = {2: 17, 4: 4}
 NUM_PARTS = 5
 
@@ -46,7 +46,7 @@ class Features(NamedTuple):
     @property
     def rows(self) -> int:
         """K."""
-        return -(-self.key_size // 8) * 8
+        return tpu.fill_rows(self.key_size)
 
     @property
     def blocks(self) -> int:

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     @property
     def columns(self) -> int:
         """X."""
-        return -(-(self.width + 1) // 8) * 8
+        return tpu.fill_rows(self.width + 1)
 
     @property
     def sums(self) -> tuple[int, int, int]:

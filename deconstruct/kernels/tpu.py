@@ -21,22 +21,22 @@ TILE = 128  # positions that lie on the lanes of a register
 BUFFER_BYTES = 10 << 20  # of 16 MiB that the compiler grants a kernel; the rest is for its blocks
 
 
-def too_large(num_bytes: int) -> str | None:
-    """The reason why blocks of a tile cannot be held, or None."""
+def too_large(num_bytes: int, what: str = f"{TILE} positions of all heads") -> str | None:
+    """The reason why what a grid step needs cannot be held, or None."""
     if num_bytes <= BUFFER_BYTES:
         return None
-    return f"{TILE} positions of all heads take {num_bytes} bytes, more than {BUFFER_BYTES}"
+    return f"{what} take {num_bytes} bytes, more than {BUFFER_BYTES}"
 
 
-def fill_heads(num_heads: int) -> int:
-    """P: so many that registers are full."""
-    return -(-num_heads // 8) * 8
+def fill_rows(count: int) -> int:
+    """So many that registers are full; P, of heads."""
+    return -(-count // 8) * 8
 
 
 def by_head(x_BHT: jax.Array) -> jax.Array:
     """(B, P, T) in float32, at least a tile long."""
     heads, length = x_BHT.shape[1:]
-    padding = (0, fill_heads(heads) - heads), (0, max(TILE - length, 0))
+    padding = (0, fill_rows(heads) - heads), (0, max(TILE - length, 0))
     return jnp.pad(x_BHT.astype(jnp.float32), ((0, 0), *padding))
 
 
@@ -131,6 +131,6 @@ def product(x, y, contract: tuple[int, int] = (1, 0)) -> jax.Array:
 
 def stack(columns: Sequence[jax.Array], fill: float) -> jax.Array:
     """(I, 1) of each head to (P, I)."""
-    size, missing = len(columns[0]), fill_heads(len(columns)) - len(columns)
+    size, missing = len(columns[0]), fill_rows(len(columns)) - len(columns)
     rest = [jnp.full((size, missing), fill, jnp.float32)] if missing else []
     return jnp.concatenate([*columns, *rest], axis=1).T
