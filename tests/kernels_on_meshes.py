@@ -28,6 +28,7 @@ OTHERS = [
     ("taylor_attention", "chunked"),
     ("taylor_attention", "tpu"),
     ("taylor_attention", "gpu"),
+    ("taylor_attention", "tpu_chunked"),
     ("prefix_softmax", "tpu"),
     ("prefix_softmax", "gpu"),
     ("causal_attention", "splash"),

@@ -99,6 +99,8 @@ def test_a_tpus_kernel_says_what_it_cannot_do():
     wide = jnp.zeros((2, 6, 2, 50_000))
     with pytest.raises(ValueError, match=r"128 positions of all heads take .* more than"):
         kernels.prefix_softmax(s, wide, backend="tpu")
+    with pytest.raises(ValueError, match=r"sums of a group and 128 of its positions take .* more"):
+        call("taylor_attention", "tpu_chunked", v=jnp.zeros((2, 6, 2, 50_000)))
 
 
 def test_auto_takes_splash_attention_of_bfloat16_on_a_tpu(caplog):

@@ -158,13 +158,19 @@ def backends_for(call: KernelCall) -> list[str]:
 
 
 def check(call: KernelCall, backend: str) -> None:
-    """On few rows, heads and positions, and with the call's kind of everything else.
+    """On few rows, heads and positions (of which a recurrence takes several chunks), and with the
+    call's kind of everything else.
 
     Raises:
       ValueError: the backend's output or a gradient is not the reference's.
     """
     small = dataclasses.replace(
-        call, rows=2, length=min(call.length, 300), heads=2, groups=1, document=call.document and 70
+        call,
+        rows=2,
+        length=min(call.length, 1100),
+        heads=2,
+        groups=1,
+        document=call.document and 70,
     )
     arguments = small.arguments()
     found, wanted = (

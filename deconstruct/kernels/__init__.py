@@ -42,12 +42,20 @@ __all__ = [
 ]
 
 
-def _scores_cost_more(call: Call) -> str | None:
+def _recurrence_start(call: Call) -> int:
+    """The length from which Taylor attention's recurrence takes less time than its scores."""
     of_flops = crossover(call.num_heads, call.num_groups, call.key_size, call.value_size)
-    start = math.ceil(of_flops * tuning.of(call.platform).recurrence_cost)
-    if call.length < start:
-        return None
-    return f"from {start} positions on the recurrence takes less time"
+    return math.ceil(of_flops * tuning.of(call.platform).recurrence_cost)
+
+
+def _scores_cost_more(call: Call) -> str | None:
+    start = _recurrence_start(call)
+    return f"from {start} positions on the recurrence is faster" if call.length >= start else None
+
+
+def _recurrence_costs_more(call: Call) -> str | None:
+    start = _recurrence_start(call)
+    return f"below {start} positions the scores are faster" if call.length < start else None
 
 
 def _unconfirmed(call: Call) -> str:
@@ -73,6 +81,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             platform="tpu",
             interpreted=True,
             advises_against=_scores_cost_more,
+        ),
+        Backend(
+            "tpu_chunked",
+            module="taylor_chunks_tpu",
+            platform="tpu",
+            interpreted=True,
+            advises_against=_recurrence_costs_more,
         ),
         Backend(
             "gpu",

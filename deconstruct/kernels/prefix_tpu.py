@@ -164,7 +164,7 @@ def _call(plan: Plan, kernel, by_head, by_time, heads_out, values_out, *, revers
     def number(n):
         return steps - 1 - n if reverse else n
 
-    heads = tpu.fill_heads(plan.num_heads)
+    heads = tpu.fill_rows(plan.num_heads)
     return tpu.call(
         kernel,
         (len(by_time[0]), steps),

@@ -59,12 +59,7 @@ class Plan(NamedTuple):
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     sizes = call.num_heads, call.num_groups, call.key_size, call.value_size
-    needed = tpu.TILE * _position_bytes(*sizes, call.dtype.itemsize)
-    if needed > tpu.BUFFER_BYTES:
-        return (
-            f"{tpu.TILE} positions of all heads take {needed} bytes, more than {tpu.BUFFER_BYTES}"
-        )
-    return None
+    return tpu.too_large(tpu.TILE * _position_bytes(*sizes, call.dtype.itemsize))
 
 
 def _position_bytes(heads: int, groups: int, key_size: int, width: int, itemsize: int) -> int:
@@ -120,7 +115,7 @@ def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
     plan = _plan(q_BTHK, v_BTGW, runs_BT)
     q, k, v = (tpu.by_time(x) for x in (q_BTHK, k_BTGK, v_BTGW))
     steps = -(-q.shape[1] // plan.rows)
-    heads = tpu.fill_heads(plan.num_heads)
+    heads = tpu.fill_rows(plan.num_heads)
     sum_BPT, o_BTC = tpu.call(
         functools.partial(_forward_kernel, plan),
         (len(q), steps, steps),

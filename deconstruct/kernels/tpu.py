@@ -24,22 +24,22 @@ BUFFER_BYTES = 10 << 20  # of 16 MiB that the compiler grants a kernel; the rest
 product = block_product
 
 
-def too_large(num_bytes: int) -> str | None:
-    """The reason why blocks of a tile cannot be held, or None."""
+def too_large(num_bytes: int, what: str = f"{TILE} positions of all heads") -> str | None:
+    """The reason why what a grid step needs cannot be held, or None."""
     if num_bytes <= BUFFER_BYTES:
         return None
-    return f"{TILE} positions of all heads take {num_bytes} bytes, more than {BUFFER_BYTES}"
+    return f"{what} take {num_bytes} bytes, more than {BUFFER_BYTES}"
 
 
-def fill_heads(num_heads: int) -> int:
-    """P: so many that registers are full."""
-    return -(-num_heads // 8) * 8
+def fill_rows(count: int) -> int:
+    """So many that registers are full; P, of heads."""
+    return -(-count // 8) * 8
 
 
 def by_head(x_BHT: jax.Array) -> jax.Array:
     """(B, P, T) in float32, at least a tile long."""
     heads, length = x_BHT.shape[1:]
-    padding = (0, fill_heads(heads) - heads), (0, max(TILE - length, 0))
+    padding = (0, fill_rows(heads) - heads), (0, max(TILE - length, 0))
     return jnp.pad(x_BHT.astype(jnp.float32), ((0, 0), *padding))
 
 
@@ -77,19 +77,25 @@ def call(kernel: Callable, grid, inputs, outputs, scratch, *, walk: int) -> list
         def place(b, *at):
             return (b, number(*at), 0) if axis == 1 else (b, 0, number(*at))
 
-        return pl.BlockSpec(block, place)
+        return x, pl.BlockSpec(block, place)
 
+    placed = ([spec(*x) for x in arrays] for arrays in (inputs, outputs))
+    return call_blocks(kernel, grid, *placed, scratch, walk=walk)
+
+
+def call_blocks(kernel: Callable, grid, inputs, outputs, scratch, *, walk: int) -> list[jax.Array]:
+    """The same over blocks of any kind: `inputs` and `outputs` are (array, its BlockSpec)."""
     semantics = ("parallel",) * (len(grid) - walk) + ("arbitrary",) * walk
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[spec(*x) for x in inputs],
-        out_specs=[spec(*x) for x in outputs],
-        out_shape=[x for x, *_ in outputs],
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[x for x, _ in outputs],
         scratch_shapes=[pltpu.VMEM(*x) for x in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=platform() == "cpu",
-    )(*(x for x, *_ in inputs))
+    )(*(x for x, _ in inputs))
 
 
 def exists(length: int, start, size: int) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +122,6 @@ def sees(runs_1I, runs_1J, ahead, size: int, *, keys_first: bool = False) -> jax
 
 def stack(columns: Sequence[jax.Array], fill: float) -> jax.Array:
     """(I, 1) of each head to (P, I)."""
-    size, missing = len(columns[0]), fill_heads(len(columns)) - len(columns)
+    size, missing = len(columns[0]), fill_rows(len(columns)) - len(columns)
     rest = [jnp.full((size, missing), fill, jnp.float32)] if missing else []
     return jnp.concatenate([*columns, *rest], axis=1).T

@@ -1,0 +1,193 @@
+"""Taylor attention as a recurrence over chunks whose state stays in fast memory, in Pallas for
+TPUs: what `taylor_recurrence.chunked` computes, with neither features nor states in HBM.
+
+A program takes one group of heads and walks over chunks of positions. The sums over the keys before
+a chunk, of features times values (and times 1, for the denominator), are read by the chunk's
+queries, which meet the chunk's own keys by scores; then the chunk's keys are added. Backwards there
+are two walks: forward, with the sums built again, for dq, and in reverse, with the sums' gradient,
+for dk and dv.
+
+Of float32 inputs nothing is rounded. Of bfloat16 ones features and sums are rounded on their way
+into a product, as queries, keys and values are; the sums themselves stay float32. A weight's error
+is then about 1e-3 |q|^2 |k|^2 / K, as much as rounding q and k to bfloat16 does to most weights.
+But what a key many times longer than the others adds to it hides their weights from the queries at
+right angles to that key: among 60 keys one ten times longer does not, one thirty times longer does.
+In float32 this error is 1e-7 of |q|^2 |k|^2 / K, as in `taylor_recurrence`.
+
+Axes: B batch, T time, H heads, G key/value groups, C channels of a head, K key size and W value
+size (filled up to a multiple of 8 inside), X columns (values, a one, and zeros up to a multiple of
+8).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from deconstruct.kernels import taylor_walks_tpu, tpu
+from deconstruct.kernels.backends import Call
+from deconstruct.kernels.shards import per_shard
+from deconstruct.kernels.taylor_walks_tpu import Plan
+
+CHUNKS = (512, 256, 128)  # positions; the first that fits
+
+
+def refuses(call: Call) -> str | None:
+    """Why it cannot run a call."""
+    heads = call.num_heads // call.num_groups
+    sizes = call.length, heads, call.key_size, call.value_size
+    plan = _plan(CHUNKS, *sizes, call.dtype, call.isolates_documents)
+    return tpu.too_large(plan.bytes, f"the sums of a group and {plan.chunk} of its positions")
+
+
+def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunks: tuple[int, ...] = CHUNKS) -> jax.Array:
+    """o_BTHW in v's dtype; by the first of `chunks`, in positions, that fits."""
+    return _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    return _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
+
+
+def _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    given = ("BTHK", "BTGK", "BTGW", "BT")
+    forward = per_shard(functools.partial(_forward, chunks), given, ("BTHW", "BHT"), v_BTGW)
+    o_BTHW, sum_BHT = forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)
+    return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT)
+
+
+def _attend_backward(chunks, residuals, do_BTHW):
+    given = ("BTHK", "BTGK", "BTGW", "BT", "BTHW", "BHT", "BTHW")
+    found = "BTHK", "BTGK", "BTGW"
+    backward = per_shard(functools.partial(_backward, chunks), given, found, residuals[2])
+    return *backward(*residuals, do_BTHW), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _plan(chunks, length: int, heads: int, key_size: int, width: int, dtype, isolates) -> Plan:
+    """With the longest chunk that fits and is not for the most part beyond the end."""
+    plans = [
+        Plan(length, heads, key_size, width, chunk, jnp.dtype(dtype), isolates)
+        for chunk in chunks
+        if chunk < 2 * length or chunk == chunks[-1]
+    ]
+    return next((plan for plan in plans if plan.bytes <= tpu.BUFFER_BYTES), plans[-1])
+
+
+def _plan_of(chunks, q_BTHK, v_BTGW, runs_BT) -> Plan:
+    _, length, heads, key_size = q_BTHK.shape
+    groups, width = v_BTGW.shape[2:]
+    sizes = length, heads // groups, key_size, width
+    return _plan(chunks, *sizes, v_BTGW.dtype, runs_BT is not None)
+
+
+def _forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
+    """(o_BTHW, sum_BHT: of each row's weights) of one device."""
+    plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
+    batch, _, heads, _ = q_BTHK.shape
+    o_BHWT, sum_BH1T = _call(
+        plan,
+        taylor_walks_tpu.forward,
+        runs_BT,
+        _arrays(plan, q_BTHK, k_BTGK, v_BTGW),
+        [(batch, heads, plan.width, v_BTGW.dtype), (batch, heads, 1, jnp.float32)],
+        [plan.features.parts],
+    )
+    return _time_second(plan, o_BHWT), sum_BH1T[:, :, 0, : plan.length]
+
+
+def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT, do_BTHW):
+    """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
+    plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
+    do_BTHW = do_BTHW.astype(jnp.float32) / jnp.swapaxes(sum_BHT, 1, 2)[..., None]
+    delta_BTH1 = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1, keepdims=True)
+    d_BTHX = jnp.concatenate([do_BTHW, -delta_BTH1], axis=-1).astype(plan.dtype)
+    arrays = [
+        *_arrays(plan, q_BTHK, k_BTGK, v_BTGW), _time_last(plan, d_BTHX, plan.columns)
+    ]  # fmt: skip
+    q, k, v, _ = arrays
+    parts = [plan.features.parts] * 2
+    (dq,) = _call(
+        plan,
+        taylor_walks_tpu.gradient_of_queries,
+        runs_BT,
+        arrays,
+        [(*q.shape[:3], q.dtype)],
+        parts,
+    )
+    outputs = [(*k.shape[:3], k.dtype), (*v.shape[:2], plan.width, v.dtype)]
+    dk, dv = _call(
+        plan, taylor_walks_tpu.gradient_of_keys, runs_BT, arrays, outputs, parts, reverse=True
+    )
+    dq_BTHK, dk_BTGK = (_time_second(plan, x)[..., : plan.key_size] for x in (dq, dk))
+    return dq_BTHK, dk_BTGK, _time_second(plan, dv)
+
+
+def _arrays(plan: Plan, q_BTHK, k_BTGK, v_BTGW):
+    """(q_BHKT, k_BGKT, v_BGXT)."""
+    one_BTG1 = jnp.ones((*v_BTGW.shape[:3], 1), v_BTGW.dtype)
+    v_BTGX = jnp.concatenate([v_BTGW, one_BTG1], axis=-1)
+    rows = plan.features.rows
+    return (
+        _time_last(plan, q_BTHK, rows),
+        _time_last(plan, k_BTGK, rows),
+        _time_last(plan, v_BTGX, plan.columns),
+    )
+
+
+def _time_last(plan: Plan, x_BTHC, channels: int):
+    """(B, H, C, T), with zeros up to so many channels and to whole chunks: without a one among its
+    values a key counts nowhere.
+    """
+    padding = (0, -plan.length % plan.chunk), (0, 0), (0, channels - x_BTHC.shape[-1])
+    return jnp.transpose(jnp.pad(x_BTHC, ((0, 0), *padding)), (0, 2, 3, 1))
+
+
+def _time_second(plan: Plan, x_BHCT):
+    return jnp.transpose(x_BHCT[..., : plan.length], (0, 3, 1, 2))
+
+
+def _call(plan: Plan, kernel, runs_BT, arrays, outputs, parts, *, reverse: bool = False):
+    """The kernel over rows, groups and, in turn, chunks, from the last where `reverse`.
+
+    Args:
+      plan: of the call.
+      kernel: takes the plan and refs.
+      runs_BT: documents, or None.
+      arrays: time last; the second axis is of groups, or of heads.
+      outputs: (B, G or H, C, dtype).
+      parts: shapes.
+      reverse: whether to begin at the end.
+    """
+    batch, groups = arrays[1].shape[:2]
+    steps = -(-plan.length // plan.chunk)
+
+    def number(n):
+        return steps - 1 - n if reverse else n
+
+    def block(x):
+        shape = None, x.shape[1] // groups, x.shape[2], plan.chunk
+        return x, pl.BlockSpec(shape, lambda b, g, n: (b, g, 0, number(n)))
+
+    documents = []
+    if plan.isolates:
+        padding = (0, 0), (0, -plan.length % plan.chunk)
+        runs_B1T = jnp.pad(runs_BT, padding, mode="edge")[:, None]
+        shape = None, 1, plan.chunk
+        documents = [
+            (runs_B1T, pl.BlockSpec(shape, lambda b, g, n: (b, 0, number(n)))),
+            (runs_B1T, pl.BlockSpec(shape, lambda b, g, n: (b, 0, jnp.maximum(number(n) - 1, 0)))),
+        ]
+    made = [jax.ShapeDtypeStruct((*x, steps * plan.chunk), dtype) for *x, dtype in outputs]
+    return tpu.call_blocks(
+        functools.partial(kernel, plan),
+        (batch, groups, steps),
+        [*documents, *(block(x) for x in arrays)],
+        [block(x) for x in made],
+        [(shape, jnp.float32) for shape in (plan.sums, (plan.columns, 1), *parts)],
+        walk=1,
+    )
