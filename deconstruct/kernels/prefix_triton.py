@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from deconstruct.kernels import assembler, backends
+from deconstruct.kernels import assembler, backends, gpu
 from deconstruct.kernels.backends import Call
 from deconstruct.kernels.shards import per_shard
 
@@ -24,16 +24,14 @@ from deconstruct.kernels.shards import per_shard
 # a multiprocessor, and in float32 it spills.
 TILE = 32
 NUM_WARPS = 4
-_SMALLEST_PRODUCT = 16
+_LARGEST_HEAD = 256
 
 
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     import jax_triton  # noqa: F401  fails without a JAX for GPUs
 
-    if call.value_size > 256:
-        return "it takes heads of at most 256"
-    return None
+    return gpu.too_large(_LARGEST_HEAD, call.value_size)
 
 
 def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
@@ -70,7 +68,7 @@ def sizes(heads: int, v_BTGW, isolates: bool) -> dict[str, int | bool]:
         "HEADS": heads,
         "GROUPS": groups,
         "WIDTH": width,
-        "COLUMNS": max(triton.next_power_of_2(width), _SMALLEST_PRODUCT),
+        "COLUMNS": gpu.side(width),
         "TILE": TILE,
         "ISOLATES": isolates,
     }
@@ -87,14 +85,12 @@ def _forward(s_BTH, v_BTGW, runs_BT):
 
 def _backward(s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT, do_BTHW):
     """(ds_BTH, dv_BTGW) of one device."""
-    shared = s_BTH.shape[2] > v_BTGW.shape[2]
     ds = jax.ShapeDtypeStruct(m_BHT.shape, jnp.float32)
-    dv = jax.ShapeDtypeStruct(o_BTHW.shape, jnp.float32 if shared else v_BTGW.dtype)
+    dv = jax.ShapeDtypeStruct(o_BTHW.shape, gpu.dtype_of_heads(v_BTGW, s_BTH.shape[2]))
     runs = s_BTH if runs_BT is None else runs_BT
     arrays = s_BTH, v_BTGW, runs, o_BTHW, m_BHT, z_BHT, do_BTHW
     ds_BHT, dv_BTHW = _call(backward_kernel, arrays, (ds, dv), runs_BT is not None)
-    dv_BTGRW = dv_BTHW.reshape(*v_BTGW.shape[:3], -1, v_BTGW.shape[3])
-    return jnp.swapaxes(ds_BHT, 1, 2), jnp.sum(dv_BTGRW, axis=3).astype(v_BTGW.dtype)
+    return jnp.swapaxes(ds_BHT, 1, 2), gpu.sum_of_heads(dv_BTHW, v_BTGW)
 
 
 def _call(kernel, arrays, outputs, isolates: bool):
