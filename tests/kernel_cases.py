@@ -57,8 +57,8 @@ DOCUMENTS = (whole, short, at_edges)
 FACTORS = (LENGTHS, KEY_SIZES, HEADS_OVER_GROUPS, DOCUMENTS, DTYPES, (False, True))
 
 
-def make_case(length, key_size, heads_over_groups, documents, dtype, wider_values) -> Case:
-    value_size = key_size + 16 if wider_values else None
+def make_case(length, key_size, heads_over_groups, documents, dtype, other_values) -> Case:
+    value_size = key_size - 8 if other_values else None
     return Case(length, *heads_over_groups, key_size, documents(length), dtype, value_size)
 
 
