@@ -238,7 +238,7 @@ def test_an_unknown_benchmark_is_an_error_with_the_names():
         [sys.executable, "-m", "tools.bench", "trian"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    known = "train, hybrids, data, evaluate, kernels, mixers"
+    known = "train, hybrids, data, evaluate, kernels, mixers, fla"
     assert done.stderr == f"error: no benchmark 'trian'; there are: {known}\n"
 
 

@@ -124,6 +124,15 @@ def test_mixers_lines():
     assert mlp["mixer"] == "mlp" and mlp["ms"] > 0
 
 
+def test_flash_linear_attention_needs_a_gpu():
+    """Its packages are no requirement of ours."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "fla"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: tools.bench fla: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "args, status, message",
     [([], 2, "usage: "), (["out"], 1, "error: JAX finds no GPU here: pip install")],

@@ -4,7 +4,9 @@
 #     tools/gpu_check.sh DIR
 #
 # in an environment of requirements-gpu.txt. Writes DIR/kernels.jsonl, mixers.jsonl and errors.log; a
-# backend that is wrong or does not run is told and left out, and the exit status is then 1.
+# backend that is wrong or does not run is told and left out, and the exit status is then 1. With
+# FLA_PYTHON, a Python with requirements.txt, PyTorch for CUDA and flash-linear-attention, DIR/fla.jsonl
+# has that library's kernels beside ours.
 set -euo pipefail
 
 if [[ $# -ne 1 ]]; then
@@ -26,7 +28,7 @@ bench() { # op, backend, other flags
   local op=$1 backend=$2
   shift 2
   echo "$op by $backend $*"
-  if ! timeout 24 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
+  if ! timeout 18 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
     >> "$out/kernels.jsonl" 2>> "$out/errors.log"; then
     echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
     failed=1
@@ -34,7 +36,7 @@ bench() { # op, backend, other flags
 }
 
 for dtype in bfloat16 float32; do
-  for backend in gpu blocked; do
+  for backend in gpu triton blocked; do
     bench prefix_softmax $backend --dtype=$dtype --rows=16
   done
   for backend in gpu quadratic; do
@@ -48,9 +50,20 @@ bench prefix_softmax blocked --dtype=bfloat16 --rows=1 --length=65536
 bench taylor_attention chunked --dtype=bfloat16 --rows=1 --length=65536 --direction=forward
 
 echo "mixers"
-timeout 120 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
+timeout 90 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
   > "$out/mixers.jsonl" 2>> "$out/errors.log" || {
   echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
   failed=1
 }
+
+if [[ -n ${FLA_PYTHON:-} ]]; then
+  echo "flash-linear-attention"
+  for rows in 8 16; do
+    timeout 40 "$FLA_PYTHON" -m tools.bench fla --dtype=bfloat16 --rows=$rows \
+      >> "$out/fla.jsonl" 2>> "$out/errors.log" || {
+      echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
+      failed=1
+    }
+  done
+fi
 exit "$failed"

@@ -9,7 +9,7 @@ from deconstruct import entry, host_memory
 
 BENCHMARKS = {
     name: f"tools.bench.{name}"
-    for name in ("train", "hybrids", "data", "evaluate", "kernels", "mixers")
+    for name in ("train", "hybrids", "data", "evaluate", "kernels", "mixers", "fla")
 }
 
 
