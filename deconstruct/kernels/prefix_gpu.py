@@ -1,17 +1,6 @@
 """The prefix softmax in one pass over scores and values, in Pallas for NVIDIA GPUs.
 
-A program takes one head and walks along time, tile by tile, with the head's running maximum m,
-denominator z and numerator n in registers: scores and values are read once and the output is
-written once. Inside a tile the weights w_ij = exp(s_j - m_i), j <= i, are formed outright (m_i the
-running maximum), so that no range of scores is too wide, and meet the values in a matrix product.
-
-Backwards the walk begins at the end. With A_ji = exp(s_j - m_i) / z_i, i >= j,
-
-    dv_j = sum_i A_ji do_i,   ds_j = v_j . dv_j - sum_i A_ji (do_i . o_i).
-
-What a tile owes to later ones goes through K = sum_{i >= f} exp(m_f - m_i) / z_i do_i, f being the
-first of the later positions: exp(s_j - m_f) K, and the same, E, for do_i . o_i. All exponents are
-at most 0. A document's end cuts what is carried.
+A program takes one head of a row through `prefix_fused`'s walk, with what it carries in registers.
 
 Where rows and heads are too few to fill the device, time is cut into spans. What each of them adds
 is made first, and a program joins what those before, or after, its own add: a scan in between would
@@ -27,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from deconstruct.kernels import gpu
+from deconstruct.kernels import gpu, prefix_fused
 from deconstruct.kernels import prefix_gpu_carry as carry
 from deconstruct.kernels.backends import Call
 from deconstruct.kernels.precision import block_product
 from deconstruct.kernels.prefix_gpu_carry import Carry, where
-from deconstruct.kernels.shards import per_shard
 
 LARGEST_HEAD = 256  # of which a tile fits the registers
 
@@ -77,33 +65,6 @@ class Plan(NamedTuple):
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     return gpu.too_large(LARGEST_HEAD, call.value_size)
-
-
-def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _softmax(s_BTH, v_BTGW, runs_BT)
-
-
-@jax.custom_vjp
-def _softmax(s_BTH, v_BTGW, runs_BT):
-    return _softmax_forward(s_BTH, v_BTGW, runs_BT)[0]
-
-
-def _softmax_forward(s_BTH, v_BTGW, runs_BT):
-    run = per_shard(_forward, ("BTH", "BTGW", "BT"), ("BTHW", "BHT", "BHT"), v_BTGW)
-    o_BTHW, m_BHT, z_BHT = run(s_BTH, v_BTGW, runs_BT)
-    return o_BTHW, (s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT)
-
-
-def _softmax_backward(residuals, do_BTHW):
-    s_BTH, v_BTGW, *rest = residuals
-    given = ("BTH", "BTGW", "BT", "BTHW", "BHT", "BHT", "BTHW")
-    run = per_shard(_backward, given, ("BTH", "BTGW"), v_BTGW)
-    ds_BTH, dv_BTGW = run(s_BTH, v_BTGW, *rest, do_BTHW.astype(v_BTGW.dtype))
-    return ds_BTH.astype(s_BTH.dtype), dv_BTGW, None
-
-
-_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def _plan(s_BTH, v_BTGW) -> Plan:
@@ -297,3 +258,6 @@ def _seen(runs_I, size: int) -> jax.Array:
     j = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     seen = j <= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
     return seen if runs_I is None else seen & (runs_I[:, None] == runs_I[None])
+
+
+run = prefix_fused.op(_forward, _backward)

@@ -1,17 +1,6 @@
 """The prefix softmax in one pass over scores and values, in Pallas for TPUs.
 
-A kernel walks along time, tile by tile of 128 positions, and carries each head's running maximum,
-denominator and numerator in fast memory: scores and values are read once and the output is written
-once. Inside a tile the weights w_ij = exp(s_j - m_i), j <= i, are formed outright (m_i the running
-maximum), so that no range of scores is too wide, and meet the values in a matrix product.
-
-Backwards the walk begins at the end. With A_ji = exp(s_j - m_i) / z_i, i >= j,
-
-    dv_j = sum_i A_ji do_i,   ds_j = v_j . dv_j - sum_i A_ji (do_i . o_i).
-
-What a tile owes to later ones goes through K = sum_{i >= f} exp(m_f - m_i) / z_i do_i, f being the
-first of the later positions: exp(s_j - m_f) K, and the same for do_i . o_i. All exponents are at
-most 0. A document's end cuts what is carried.
+A kernel takes all heads of a row through `prefix_fused`'s walk, in tiles of 128 positions.
 
 Axes: B batch, T time, H heads (P with those that fill up a multiple of 8), G value groups, W value
 size, C all heads' or groups' values side by side, R positions of a grid step, I and J positions of
@@ -26,9 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from deconstruct.kernels import tpu
+from deconstruct.kernels import prefix_fused, tpu
 from deconstruct.kernels.backends import Call
-from deconstruct.kernels.shards import per_shard
 from deconstruct.kernels.tpu import TILE
 
 MAX_TILES = 4  # of a grid step, whose own cost they share (not measured)
@@ -61,33 +49,6 @@ def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     sizes = call.num_heads, call.num_groups, call.value_size
     return tpu.too_large(_tile_bytes(*sizes, call.dtype.itemsize))
-
-
-def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _softmax(s_BTH, v_BTGW, runs_BT)
-
-
-@jax.custom_vjp
-def _softmax(s_BTH, v_BTGW, runs_BT):
-    return _softmax_forward(s_BTH, v_BTGW, runs_BT)[0]
-
-
-def _softmax_forward(s_BTH, v_BTGW, runs_BT):
-    run = per_shard(_forward, ("BTH", "BTGW", "BT"), ("BTHW", "BHT", "BHT"), v_BTGW)
-    o_BTHW, m_BHT, z_BHT = run(s_BTH, v_BTGW, runs_BT)
-    return o_BTHW, (s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT)
-
-
-def _softmax_backward(residuals, do_BTHW):
-    s_BTH, v_BTGW, *rest = residuals
-    given = ("BTH", "BTGW", "BT", "BTHW", "BHT", "BHT", "BTHW")
-    run = per_shard(_backward, given, ("BTH", "BTGW"), v_BTGW)
-    ds_BTH, dv_BTGW = run(s_BTH, v_BTGW, *rest, do_BTHW)
-    return ds_BTH.astype(s_BTH.dtype), dv_BTGW, None
-
-
-_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def _plan(s_BTH, v_BTGW) -> Plan:
@@ -302,3 +263,6 @@ def _running_max(s_PI, runs_1I):
         s_PI = jnp.where(reaches, jnp.maximum(s_PI, pltpu.roll(s_PI, shift, 1)), s_PI)
         shift *= 2
     return s_PI
+
+
+run = prefix_fused.op(_forward, _backward)

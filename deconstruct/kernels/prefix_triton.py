@@ -1,8 +1,7 @@
 """The prefix softmax in one pass over scores and values, in Triton for NVIDIA GPUs.
 
-A program takes one head of one row and walks along time, tile by tile, with the running maximum m,
-denominator z and numerator n in registers; backwards it begins at the end. The sums are those of
-`prefix_tpu`, with the same tiles of weights that meet the values in a matrix product.
+A program takes one head of a row through `prefix_fused`'s walk, with what it carries in registers.
+However few they are, it takes a whole row: `prefix_gpu` cuts time into spans.
 
 Kernels take pointers to arrays that lie whole in memory: s (B, T, H), v (B, T, G, W), runs (B, T),
 o and do (B, T, H, W), m, z and ds (B, H, T), dv (B, T, H, W).
@@ -15,9 +14,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from deconstruct.kernels import assembler, backends, gpu
+from deconstruct.kernels import assembler, backends, gpu, prefix_fused
 from deconstruct.kernels.backends import Call
-from deconstruct.kernels.shards import per_shard
 
 # Positions of a tile; no GPU has timed it. For an H200 the compiler takes 80 registers a thread
 # forward and 155 backward, and spills none; of 64 it takes 253 backward, which leaves two programs
@@ -32,32 +30,6 @@ def refuses(call: Call) -> str | None:
     import jax_triton  # noqa: F401  fails without a JAX for GPUs
 
     return gpu.too_large(_LARGEST_HEAD, call.value_size)
-
-
-def run(s_BTH: jax.Array, v_BTGW: jax.Array, runs_BT: jax.Array | None = None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _softmax(s_BTH.astype(jnp.float32), v_BTGW, runs_BT)
-
-
-@jax.custom_vjp
-def _softmax(s_BTH, v_BTGW, runs_BT):
-    return _softmax_forward(s_BTH, v_BTGW, runs_BT)[0]
-
-
-def _softmax_forward(s_BTH, v_BTGW, runs_BT):
-    forward = per_shard(_forward, ("BTH", "BTGW", "BT"), ("BTHW", "BHT", "BHT"), v_BTGW)
-    o_BTHW, m_BHT, z_BHT = forward(s_BTH, v_BTGW, runs_BT)
-    return o_BTHW, (s_BTH, v_BTGW, runs_BT, o_BTHW, m_BHT, z_BHT)
-
-
-def _softmax_backward(residuals, do_BTHW):
-    s_BTH, v_BTGW, *rest = residuals
-    given = ("BTH", "BTGW", "BT", "BTHW", "BHT", "BHT", "BTHW")
-    backward = per_shard(_backward, given, ("BTH", "BTGW"), v_BTGW)
-    return *backward(s_BTH, v_BTGW, *rest, do_BTHW.astype(v_BTGW.dtype)), None
-
-
-_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def sizes(heads: int, v_BTGW, isolates: bool) -> dict[str, int | bool]:
@@ -128,7 +100,7 @@ def forward_kernel(
         at = (row.to(tl.int64) * LENGTH + t) * HEADS + head
         of_head = (row.to(tl.int64) * HEADS + head) * LENGTH + t
         of_group = (row.to(tl.int64) * LENGTH + t) * GROUPS + group
-        s_I = tl.load(s + at, mask=exists, other=0.0)
+        s_I = tl.load(s + at, mask=exists, other=0.0).to(tl.float32)
         v_JW = tl.load(v + of_group[:, None] * WIDTH + w[None, :], mask=values, other=0.0)
 
         sees_IJ = i[:, None] >= i[None, :]
@@ -179,7 +151,7 @@ def backward_kernel(
         at = (row.to(tl.int64) * LENGTH + t) * HEADS + head
         of_head = (row.to(tl.int64) * HEADS + head) * LENGTH + t
         of_group = (row.to(tl.int64) * LENGTH + t) * GROUPS + group
-        s_J = tl.load(s + at, mask=exists, other=0.0)
+        s_J = tl.load(s + at, mask=exists, other=0.0).to(tl.float32)
         m_I = tl.load(m + of_head, mask=exists, other=float("inf"))  # no weight is left there
         inverse_I = 1 / tl.load(z + of_head, mask=exists, other=1.0)
         places = at[:, None] * WIDTH + w[None, :]
@@ -212,3 +184,6 @@ def backward_kernel(
         k_W = kept * k_W + tl.sum(from_first_I[:, None] * do_IW.to(tl.float32), axis=0)
         e_after = kept * e_after + tl.sum(from_first_I * do_o_I)
         m_after = m_first
+
+
+run = prefix_fused.op(_forward, _backward)

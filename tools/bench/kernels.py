@@ -4,9 +4,9 @@ A line a backend and direction (`forward`, or `both` with all gradients). `floor
 one read and one write of the bytes that the op must move, by a copy of so many in the same run, or
 of the products that it must make, at the speed of a large one, whichever is longer; `ratio` is the
 kernel's median time over it. `peers` are other ways to the same function, as ratios of their
-medians to the kernel's: above 1 we are faster. All take turns. A backend that differs from the
-reference is an error, not a line; one that "auto" is advised against here is passed over unless it
-is named.
+medians to the kernel's: above 1 we are faster. An op's backends, its peers and its floor take
+turns. A backend that differs from the reference is an error, not a line; one that "auto" is advised
+against here is passed over unless it is named.
 """
 
 import json
@@ -31,13 +31,14 @@ def main(argv) -> None:
     del argv
     for op in _OPS.value:
         call = kernel_flags.from_flags(op)
-        for backend in _BACKENDS.value or kernel_calls.backends_for(call):
+        backends = _BACKENDS.value or kernel_calls.backends_for(call)
+        for backend in backends:
             kernel_calls.check(call, backend)
-            for direction in _DIRECTIONS.value:
-                setting = {
-                    "device": jax.devices()[0].device_kind,
-                    "cores": os.cpu_count(),
-                    "load_average": round(os.getloadavg()[0], 2),
-                }
-                line = measure(call, backend, direction, _ROUNDS.value)
+        for direction in _DIRECTIONS.value:
+            setting = {
+                "device": jax.devices()[0].device_kind,
+                "cores": os.cpu_count(),
+                "load_average": round(os.getloadavg()[0], 2),
+            }
+            for line in measure(call, backends, direction, _ROUNDS.value):
                 print(json.dumps({"benchmark": "kernels", **line, **setting}), flush=True)

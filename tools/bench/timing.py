@@ -26,32 +26,33 @@ def timed(function: Callable, *arguments) -> compare.Contender:
     return run
 
 
-def measure(call: KernelCall, backend: str, direction: str, rounds: int) -> dict:
-    """What a line says, but for where it was measured."""
+def measure(call: KernelCall, backends: list[str], direction: str, rounds: int) -> list[dict]:
+    """What the lines say, one a backend, but for where they were measured."""
     arguments = call.arguments()
     moved, flops = call.least_bytes(direction), call.least_flops(direction)
-    sides = {
-        "kernel": timed(call.function(backend, direction), *arguments),
-        "copy": timed(*floors.copy(moved)),
-    }
+    sides = {name: timed(call.function(name, direction), *arguments) for name in backends}
+    sides["a copy"] = timed(*floors.copy(moved))
     if flops:
-        sides["product"] = timed(*floors.product())
+        sides["a product"] = timed(*floors.product())
     peers = floors.peers(call, direction)
     sides |= {name: timed(function, *arguments) for name, function in peers.items()}
     times = {
         side: statistics.median(milliseconds)
         for side, milliseconds in compare.alternate(sides, rounds=rounds, runs=1).items()
     }
-    products = times.get("product", 0) * flops / floors.PRODUCT_FLOPS
-    floor = max(times["copy"], products)
-    return {
-        **dataclasses.asdict(call),
-        "backend": backend,
-        "direction": direction,
-        "ms": round(times["kernel"], 2),
-        "floor_ms": round(floor, 2),
-        "ratio": round(times["kernel"] / floor, 2),
-        "least_bytes": moved,
-        "least_flops": flops,
-        "peers": {name: round(times[name] / times["kernel"], 2) for name in peers},
-    }
+    products = times.get("a product", 0) * flops / floors.PRODUCT_FLOPS
+    floor = max(times["a copy"], products)
+    return [
+        {
+            **dataclasses.asdict(call),
+            "backend": name,
+            "direction": direction,
+            "ms": round(times[name], 2),
+            "floor_ms": round(floor, 2),
+            "ratio": round(times[name] / floor, 2),
+            "least_bytes": moved,
+            "least_flops": flops,
+            "peers": {peer: round(times[peer] / times[name], 2) for peer in peers},
+        }
+        for name in backends
+    ]
