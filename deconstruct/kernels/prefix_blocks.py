@@ -45,8 +45,7 @@ def forward(plan: Plan, s_BTH, v_BTHW, runs_BT):
     if runs_BT is not None:
         runs_B1IN = _scores_by_block(plan, runs_BT[:, :, None], mode="edge")
     at_BHIN = _running(plan, s_BHIN, runs_B1IN)
-    p_BHIN = jnp.exp(s_BHIN - at_BHIN.m) / at_BHIN.z
-    from_start_BHIN, inside_BHIJN = _weights(at_BHIN, p_BHIN)
+    from_start_BHIN, inside_BHIJN = _weights(at_BHIN, s_BHIN)
     v_BNJHW = _values_by_block(plan, v_BTHW)
 
     own_BNHW = plan.weigh(inside_BHIJN[:, :, -1:], v_BNJHW, "J")[:, :, 0]
@@ -54,13 +53,13 @@ def forward(plan: Plan, s_BTH, v_BTHW, runs_BT):
     starts_BNHW = jnp.pad(ends_BNHW[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
     o_BNIHW = plan.weigh(inside_BHIJN, v_BNJHW, "J")
     o_BNIHW += _at_positions(from_start_BHIN) * starts_BNHW[:, :, None]
-    return _values_by_time(o_BNIHW, s_BTH.shape[1]), (at_BHIN, p_BHIN)
+    return _values_by_time(o_BNIHW, s_BTH.shape[1]), (at_BHIN, s_BHIN)
 
 
 def backward(plan: Plan, kept, do_BTHW, do_o_BTH):
     """(p_j G_j, p_j E_j) of `prefix`: the mirror image, over later positions."""
-    at_BHIN, p_BHIN = kept
-    from_start_BHIN, inside_BHIJN = _weights(at_BHIN, p_BHIN)
+    at_BHIN, s_BHIN = kept
+    from_start_BHIN, inside_BHIJN = _weights(at_BHIN, s_BHIN)
     do_BNIHW = _values_by_block(plan, do_BTHW)
     do_o_BHIN = _scores_by_block(plan, do_o_BTH, mode="constant")
 
@@ -119,11 +118,8 @@ ON_ACCELERATORS = Plan(
 
 def _running(plan: Plan, s_BHIN, runs_B1IN) -> Running:
     """Running sums inside each block from its start, joined with those where it starts."""
-    batch, heads, size, _ = s_BHIN.shape
-    counts_IJ = jnp.tril(jnp.ones((size, size), bool))[None, None, :, :, None]
-    if runs_B1IN is not None:
-        counts_IJ &= runs_B1IN[:, :, :, None] == runs_B1IN[:, :, None]
-    s_BHIJN = jnp.where(counts_IJ, s_BHIN[:, :, None], -jnp.inf)
+    batch, heads = s_BHIN.shape[:2]
+    s_BHIJN = _seen(s_BHIN, runs_B1IN)
     m_BHIN = jnp.max(s_BHIJN, axis=3)
     z_BHIN = jnp.sum(jnp.exp(s_BHIJN - m_BHIN[:, :, :, None]), axis=3)
     inside = Running(m_BHIN, z_BHIN, runs_B1IN)
@@ -137,20 +133,26 @@ def _running(plan: Plan, s_BHIN, runs_B1IN) -> Running:
     return join(starts, inside)
 
 
-def _weights(at_BHIN: Running, p_BHIN):
+def _seen(s_BHIN, runs_B1IN):
+    """The scores that each position of a block counts, (B, H, I, J, N); -inf for the others."""
+    size = s_BHIN.shape[2]
+    counts_IJ = jnp.tril(jnp.ones((size, size), bool))[None, None, :, :, None]
+    if runs_B1IN is not None:
+        counts_IJ &= runs_B1IN[:, :, :, None] == runs_B1IN[:, :, None]
+    return jnp.where(counts_IJ, s_BHIN[:, :, None], -jnp.inf)
+
+
+def _weights(at_BHIN: Running, s_BHIN):
     """(decay from the end of the block before, 0 in the first block; decay(j, i) p_j, 0 for j > i).
 
-    The first is (B, H, I, N), the second (B, H, I, J, N).
+    The first is (B, H, I, N), the second (B, H, I, J, N), which is exp(s_j - m_i) / z_i.
     """
-    size = p_BHIN.shape[2]
-    later = jax.tree.map(lambda x: x[:, :, :, None], at_BHIN)
-    inside = decay(jax.tree.map(lambda x: x[:, :, None], at_BHIN), later) * p_BHIN[:, :, None]
-    order_IJ = jnp.tril(jnp.ones((size, size), bool))
-    inside = jnp.where(order_IJ[None, None, :, :, None], inside, 0.0)
+    s_BHIJN = _seen(s_BHIN, at_BHIN.runs)
+    inside = jnp.exp(s_BHIJN - at_BHIN.m[:, :, :, None]) * (1 / at_BHIN.z)[:, :, :, None]
 
     before = jax.tree.map(lambda x: jnp.roll(x[:, :, -1:], 1, axis=-1), at_BHIN)
     from_start = decay(before, at_BHIN)
-    first = jnp.arange(p_BHIN.shape[3]) == 0
+    first = jnp.arange(s_BHIN.shape[3]) == 0
     return jnp.where(first[None, None, None], 0.0, from_start), inside
 
 
