@@ -54,7 +54,7 @@ CPU = Tuning(
     # the next size either way takes 6 to 16% longer at 256, 512 and 1,024 positions (measured).
     attention_rows=((256, 64), (1024, 128), (None, 256)),
     recurrence_chunk=512,
-    # Of heads of 64 the two take as long at about 6,000 positions (measured), where FLOPs say 4,358.
+    # With heads of 64 both forms take as long at about 6,000 positions (measured); FLOPs say 4,358.
     recurrence_cost=1.4,
     # Forward and backward blocks of 16 take 1.4 times as long, of 4 as long (measured).
     prefix_block=8,
