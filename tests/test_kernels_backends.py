@@ -10,7 +10,7 @@ import devices
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_cases import OPS, Case, bind, inputs, with_gradients
+from kernel_cases import OPS, Case, bind, inputs
 
 from deconstruct import kernels
 from deconstruct.kernels import backends, quadratic
@@ -134,23 +134,6 @@ def test_a_gpus_kernel_waits_for_a_gpu(op):
     on_gpu = backends.Call(op, "gpu", 2, 6, 4, 2, 64, 64, jnp.dtype("float32"), True)
     assert gpu.refusal(on_gpu) is None and "no GPU has confirmed it" in gpu.reservation(on_gpu)
     assert "heads of up to" in gpu.refusal(on_gpu._replace(value_size=257))
-
-
-@pytest.mark.parametrize("op", ["taylor_attention", "prefix_softmax"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(127, 4, 2, 80, value_size=24, documents=(60, 67), dtype="bfloat16"),
-        Case(2048, 2, 2, 64),
-    ],
-    ids=str,
-)
-def test_a_gpus_kernel_is_translated_without_one(op, case):
-    """To Triton; the compiler itself is asked where it is installed, by test_aot.py."""
-    with kernels.target_platform("gpu"):
-        traced = with_gradients(bind(op, case, "gpu")).trace(*inputs(op, case))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") >= 2
 
 
 def test_a_backend_that_jax_cannot_import_is_passed_over(monkeypatch, caplog):

@@ -56,13 +56,15 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
       ValueError: a backend that is unknown or cannot run the call.
     """
     chip = wanted.chip
-    sharding_of_one = jax.sharding.SingleDeviceSharding(slices.devices(wanted)[0])
+    mesh = sharding.make_mesh(1, 1, 1, slices.devices(wanted)[:1])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with contextlib.ExitStack() as stack:
         dumped = stack.enter_context(gpu_code.dump()) if chip.gpu else None
         begun = time.perf_counter()
         stack.enter_context(kernels.target_platform(chip.platform, chip.capability))
+        stack.enter_context(jax.set_mesh(mesh))
         function = jax.jit(call.function(backend, kernel_calls.BOTH))
-        lowered = function.lower(*call.abstract(sharding_of_one))
+        lowered = function.lower(*call.abstract(whole))
         traced = time.perf_counter()
         compiled, needed = _compile(lowered, dumped and dumped.compiler_options)
         seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}

@@ -4,6 +4,10 @@ A program takes one head. Triton's blocks have sides of powers of two; where a h
 not fill its block, what is missing is neither read nor written, so that nothing is padded in memory
 and what lies there never counts.
 
+JAX 0.12 announces the end of this way to write for GPUs. A CPU can interpret it, so that it proves
+a kernel's numbers before any GPU does; where it will be gone, what is written with it is refused
+and the other backends stay (`prefix_triton` goes through Triton itself).
+
 Axes: B batch, T time, H heads, W size of a head, I positions of a block.
 """
 
