@@ -1,6 +1,7 @@
 """Every form of every op equals its reference, in outputs and all gradients (K1, K2, K3)."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from kernel_cases import (
 )
 
 from deconstruct import kernels, tuning
-from deconstruct.kernels import prefix_gpu, quadratic, taylor_gpu
+from deconstruct.kernels import prefix_gpu, quadratic
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 from tools.kernel_calls import takes_documents
@@ -126,20 +127,25 @@ def test_trace_for_accelerators_equals_reference(op, backend):
 
 
 @pytest.mark.parametrize(
-    "op, module", [("taylor_attention", taylor_gpu), ("prefix_softmax", prefix_gpu)]
+    "op, module",
+    [(op, b.module) for op in OPS for b in kernels.BACKENDS[op] if b.interpreted],
 )
-def test_a_gpus_blocks_of_bfloat16_equal_reference(op, module, monkeypatch):
-    """They are larger than those of float32, to which the ops turn everything on a CPU."""
-
-    def product_of_rounded(x, y, contract=(1, 0)):
-        rounded = (z.astype(y.dtype).astype(jnp.float32) for z in (x, y))
-        return jax.lax.dot_general(*rounded, (((contract[0],), (contract[1],)), ((), ())))
-
-    monkeypatch.setattr(module, "block_product", product_of_rounded)
-    case = Case(300, 4, 2, 80, documents=(130, 1, 169), dtype="bfloat16", value_size=24)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 4, 2, 80, documents=(130, 1, 169), dtype="bfloat16", value_size=24),
+        Case(200, 2, 2, 128, dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_kernels_of_bfloat16_equal_reference(op, module, case):
+    """Called directly: on a CPU the ops themselves turn everything to float32."""
+    if not takes_documents(op):
+        case = dataclasses.replace(case, documents=None)
+    run = importlib.import_module(f"deconstruct.kernels.{module}").run
+    runs = () if case.documents is None else (document_runs(segments(case)),)
     arrays, do = inputs(op, case)
-    runs = document_runs(segments(case))
-    got = with_gradients(lambda *arrays: module.run(*arrays, runs))(arrays, do)
+    got = with_gradients(lambda *arrays: run(*arrays, *runs))(arrays, do)
     reference = with_gradients(bind(op, case, "reference"))(arrays, do)
     assert_near(got, reference, TOLERANCE[case.dtype])
 

@@ -30,10 +30,27 @@ class Dump(NamedTuple):
 
 @contextlib.contextmanager
 def dump() -> Iterator[Dump]:
-    """A folder for one program's kernels; begin it before jax_triton is imported."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_TRITON_DUMP_DIR"] = folder
+    """A folder for the kernels of one program, which is traced and compiled inside."""
+    with tempfile.TemporaryDirectory() as folder, _triton_dumps_to(folder):
         yield Dump(pathlib.Path(folder))
+
+
+@contextlib.contextmanager
+def _triton_dumps_to(folder: str) -> Iterator[None]:
+    """jax_triton takes the folder's name when it is imported, and writes what it makes anew."""
+    try:
+        import jax_triton
+    except ImportError:
+        yield
+        return
+    library = jax_triton.triton_lib
+    before = library._JAX_TRITON_DUMP_DIR
+    library._COMPILED_KERNEL_CACHE.clear()
+    library._JAX_TRITON_DUMP_DIR = folder
+    try:
+        yield
+    finally:
+        library._JAX_TRITON_DUMP_DIR = before
 
 
 def kernels(dumped: Dump, capability: int) -> list[dict] | None:

@@ -183,6 +183,7 @@ def prefix_softmax(
       ValueError: shapes that do not fit, or a backend that is unknown or cannot run the call.
     """
     op = "prefix_softmax"
+    _check_shape(op, "scores", scores_BTH, (None,) * 3)
     _check_shape(op, "v", v_BTGW, (*scores_BTH.shape[:2], None, None))
     return _run(op, backend, (scores_BTH, v_BTGW), (scores_BTH.shape[2], 1), segments_BT)
 
@@ -196,6 +197,8 @@ def fixed_map_attention(
       ValueError: T > L, other shapes that do not fit, or a backend that is unknown or cannot run.
     """
     op = "fixed_map_attention"
+    _check_shape(op, "q", q_LHK, (None,) * 3)
+    _check_shape(op, "v", v_BTGW, (None,) * 4)
     length, heads, key_size = q_LHK.shape
     _check_shape(op, "k", k_LGK, (length, v_BTGW.shape[2], key_size))
     if v_BTGW.shape[1] > length:
@@ -211,8 +214,11 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
     v_BTGW = arrays[-1]
     batch, length, groups, value_size = v_BTGW.shape
     heads, key_size = heads_and_key_size
+    if 0 in (*v_BTGW.shape, heads, key_size):
+        raise ValueError(f"{op}: nothing to attend to: v has shape {v_BTGW.shape}, {heads} heads")
     if heads % groups:
         raise ValueError(f"{op}: {groups} key/value groups do not divide {heads} heads")
+    _check_dtypes(op, arrays)
     call = Call(
         op=op,
         platform=platform(),
@@ -239,9 +245,20 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
 
 
 def _check_keys(op: str, q_BTHK, k_BTGK, v_BTGW) -> None:
+    _check_shape(op, "q", q_BTHK, (None,) * 4)
     batch, length, _, key_size = q_BTHK.shape
     _check_shape(op, "k", k_BTGK, (batch, length, None, key_size))
     _check_shape(op, "v", v_BTGW, (*k_BTGK.shape[:3], None))
+
+
+def _check_dtypes(op: str, arrays) -> None:
+    """One dtype for all, but scores, which may be float32 beside any."""
+    *given, v_BTGW = arrays
+    wanted = {v_BTGW.dtype} | ({jnp.dtype("float32")} if op == "prefix_softmax" else set())
+    known = v_BTGW.dtype in (jnp.float32, jnp.bfloat16)
+    if not known or any(x.dtype not in wanted for x in given):
+        found = ", ".join(str(x.dtype) for x in arrays)
+        raise ValueError(f"{op}: arrays of {found}; all must be float32, or all bfloat16")
 
 
 def _check_shape(op: str, name: str, x, shape: tuple[int | None, ...]) -> None:

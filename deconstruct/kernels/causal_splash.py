@@ -1,5 +1,8 @@
 """Standard attention by JAX's splash attention for TPUs.
 
+It takes queries that are scaled already, and a bfloat16 query is rounded once more when it is:
+unless K is a power of 4, a score is off by as much as the rounding of the queries themselves costs.
+
 Axes: B batch, T time, H heads, G key/value groups, K key size, W value size.
 """
 

@@ -98,9 +98,13 @@ def _backward(axes, q_THK, k_TGK, v_BTGW, o_BTHW, statistics, do_BTHW):
         statistics,
     )
     dv_TGBW = jnp.swapaxes(dv, 1, 2).reshape(*k_TGK.shape[:2], v_BTGW.shape[0], -1)
-    dq_THK, dk_TGK = quadratic.unlead_heads(dq)[0], jnp.swapaxes(dk, 1, 2)[0]
-    dq_THK, dk_TGK = jax.lax.psum((dq_THK, dk_TGK), axes)
-    return dq_THK, dk_TGK, jnp.moveaxis(dv_TGBW, 2, 0)
+    dq, dk = quadratic.unlead_heads(dq)[0], jnp.swapaxes(dk, 1, 2)[0]
+    dq_THK, dk_TGK = jax.lax.psum((dq, dk), axes)  # in float32, before they are rounded
+    return (
+        dq_THK.astype(q_THK.dtype),
+        dk_TGK.astype(k_TGK.dtype),
+        jnp.moveaxis(dv_TGBW, 2, 0).astype(v_BTGW.dtype),
+    )
 
 
 def _inputs(q_THK, k_TGK, v_BTGW) -> quadratic.Inputs:

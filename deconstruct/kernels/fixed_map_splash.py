@@ -28,7 +28,9 @@ def run(q_LHK, k_LGK, v_BTGW) -> jax.Array:
     """o_BTHW."""
     length = v_BTGW.shape[1]
     attend = per_shard(_attend, ("THK", "TGK", "BTGW"), ("BTHW",), v_BTGW)
-    return attend(q_LHK[:length], k_LGK[:length], v_BTGW)[0]
+    # So that what parts and devices add to their gradients is summed in float32.
+    q_THK, k_TGK = (x[:length].astype(jnp.float32) for x in (q_LHK, k_LGK))
+    return attend(q_THK, k_TGK, v_BTGW)[0]
 
 
 def _attend(q_THK, k_TGK, v_BTGW):
@@ -40,7 +42,8 @@ def _attend(q_THK, k_TGK, v_BTGW):
         columns = len(part_BTGW) * width
         v_1TGC = jnp.moveaxis(part_BTGW, 0, 2).reshape(1, *k_TGK.shape[:2], columns)
         v_1TGC = jnp.pad(v_1TGC, ((0, 0), (0, 0), (0, 0), (0, -columns % _LANES)))
-        (o_1THC,) = causal_splash.attend(q_THK[None], k_TGK[None], v_1TGC, None)
+        q_1THK, k_1TGK = (x[None].astype(v_BTGW.dtype) for x in (q_THK, k_TGK))
+        (o_1THC,) = causal_splash.attend(q_1THK, k_1TGK, v_1TGC, None)
         o_THBW = o_1THC[0, ..., :columns].reshape(*q_THK.shape[:2], -1, width)
         parts.append(jnp.moveaxis(o_THBW, 2, 0))
     return (jnp.concatenate(parts),)

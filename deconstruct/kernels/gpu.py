@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.experimental.pallas.triton import CompilerParams, load, store
 
 from deconstruct.kernels.backends import platform
 
@@ -91,9 +91,7 @@ def call(kernel: Callable, tiling: Tiling, given: Sequence, made: Sequence) -> t
         in_specs=[spec(axes) for x, axes in given if x is not None],
         out_specs=[spec(axes) for _, _, axes in wanted],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in wanted],
-        compiler_params=triton.CompilerParams(
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages
-        ),
+        compiler_params=CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=platform() == "cpu",
     )(*(x for x, _ in given if x is not None))
     results = iter(results)
@@ -122,11 +120,11 @@ class Rows(NamedTuple):
     def read(self, ref, width: int | None = None, fill=0) -> jax.Array:
         """(I,), or (I, side(width)); `fill` in places that do not exist."""
         mask = self._mask(ref, width)
-        return triton.load(self._at(ref), mask=mask, other=None if mask is None else fill)
+        return load(self._at(ref), mask=mask, other=None if mask is None else fill)
 
     def write(self, ref, x: jax.Array, width: int | None = None) -> None:
         """What exists of (I,), or of (I, side(width))."""
-        triton.store(self._at(ref), x.astype(ref.dtype), mask=self._mask(ref, width))
+        store(self._at(ref), x.astype(ref.dtype), mask=self._mask(ref, width))
 
     def _at(self, ref):
         at = pl.ds(self.start, self.size)
@@ -158,7 +156,7 @@ def exp(x: jax.Array) -> jax.Array:
 
 def write_head(ref, x_W: jax.Array, width: int) -> None:
     """One head's numbers."""
-    triton.store(ref, x_W.astype(ref.dtype), mask=columns(ref, width))
+    store(ref, x_W.astype(ref.dtype), mask=columns(ref, width))
 
 
 def dtype_of_heads(x_BTGW: jax.Array, num_heads: int) -> jnp.dtype:

@@ -84,13 +84,13 @@ def prefix_step(
 
 def scan(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
     """o_BTHW by associative scans over all positions."""
-    return _softmax(SCAN, s_BTH, v_BTGW, runs_BT)
+    return _softmax(SCAN, s_BTH.astype(jnp.float32), v_BTGW, runs_BT)
 
 
 def blocked(s_BTH, v_BTGW, runs_BT=None) -> jax.Array:
     """o_BTHW by sums inside blocks of positions and across their ends."""
     form = BLOCKS_ON_CPU if platform() == "cpu" else BLOCKS_ON_ACCELERATORS
-    return _softmax(form, s_BTH, v_BTGW, runs_BT)
+    return _softmax(form, s_BTH.astype(jnp.float32), v_BTGW, runs_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -100,7 +100,7 @@ def _softmax(form, s_BTH, v_BTGW, runs_BT):
 
 def _softmax_forward(form, s_BTH, v_BTGW, runs_BT):
     v_BTHW = per_head(v_BTGW.astype(jnp.float32), s_BTH.shape[2])
-    o_BTHW, kept = form.forward(s_BTH.astype(jnp.float32), v_BTHW, runs_BT)
+    o_BTHW, kept = form.forward(s_BTH, v_BTHW, runs_BT)
     o_BTHW = o_BTHW.astype(v_BTGW.dtype)
     return o_BTHW, (v_BTGW, o_BTHW, kept)
 

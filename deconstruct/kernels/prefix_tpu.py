@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.tpu import roll
 
 from deconstruct.kernels import prefix_fused, tpu
 from deconstruct.kernels.backends import Call
@@ -259,8 +259,8 @@ def _running_max(s_PI, runs_1I):
     while shift < TILE:
         reaches = place_1I >= shift
         if runs_1I is not None:
-            reaches &= pltpu.roll(runs_1I, shift, 1) == runs_1I
-        s_PI = jnp.where(reaches, jnp.maximum(s_PI, pltpu.roll(s_PI, shift, 1)), s_PI)
+            reaches &= roll(runs_1I, shift, 1) == runs_1I
+        s_PI = jnp.where(reaches, jnp.maximum(s_PI, roll(s_PI, shift, 1)), s_PI)
         shift *= 2
     return s_PI
 

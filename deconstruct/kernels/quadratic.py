@@ -95,7 +95,12 @@ def _attend_backward(rule, residuals, do_BTHW):
     products_BTHW = do_BTHW.astype(jnp.float32) * o_BTHW.astype(jnp.float32)
     delta = lead_heads(jnp.sum(products_BTHW, axis=-1, keepdims=True), groups)
     dq, dk, dv = backward(rule, inputs, lead_heads(do_BTHW, groups), delta, statistics)
-    return unlead_heads(dq), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
+    return (
+        unlead_heads(dq).astype(inputs.q_RTK.dtype),
+        jnp.swapaxes(dk, 1, 2).astype(inputs.k_SK.dtype),
+        jnp.swapaxes(dv, 1, 2).astype(inputs.v_SW.dtype),
+        None,
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -108,7 +113,7 @@ def forward(rule: Rule, inputs: Inputs):
 
 
 def backward(rule: Rule, inputs: Inputs, do_RTW, delta_RT1, statistics):
-    """(dq_RTK, dk_SK, dv_SW), each in its input's dtype; delta is the row's sum of do * o."""
+    """(dq_RTK, dk_SK, dv_SW), float32; delta is the row's sum of do * o."""
     dk = jnp.zeros(inputs.k_SK.shape, jnp.float32)
     dv = jnp.zeros(inputs.v_SW.shape, jnp.float32)
     queries = []
@@ -118,8 +123,7 @@ def backward(rule: Rule, inputs: Inputs, do_RTW, delta_RT1, statistics):
         queries.append(dq)
         dk = dk.at[..., : span.stop, :].add(dk_part)
         dv = dv.at[..., : span.stop, :].add(dv_part)
-    dq = jnp.concatenate(queries, axis=-2)
-    return dq, dk.astype(inputs.k_SK.dtype), dv.astype(inputs.v_SW.dtype)
+    return jnp.concatenate(queries, axis=-2), dk, dv
 
 
 def spans(length: int) -> tuple[Span, ...]:
@@ -153,7 +157,7 @@ def _forward_span(rule: Rule, span: Span, inputs: Inputs):
 
 
 def _backward_span(rule: Rule, span: Span, inputs: Inputs, rows):
-    """(dq_RTK of the span's rows, dk_SK and dv_SW of the keys before its end, in float32)."""
+    """(dq_RTK of the span's rows, dk_SK and dv_SW of the keys before its end), float32."""
     k_SK, v_SW = inputs.k_SK[..., : span.stop, :], inputs.v_SW[..., : span.stop, :]
     scale = k_SK.shape[-1] ** -0.5
 
@@ -172,7 +176,7 @@ def _backward_span(rule: Rule, span: Span, inputs: Inputs, rows):
         dq_RTK = product("...SK,...SRT->...KRT", k_SK, ds_SRT)
         dk_SK += product("...SRT,...RTK->...SK", ds_SRT, q_RTK)
         dv_SW += product("...SRT,...RTW->...SW", p_SRT, do_RTW)
-        return (dk_SK, dv_SW), jnp.moveaxis(dq_RTK, -3, -1).astype(q_RTK.dtype)
+        return (dk_SK, dv_SW), jnp.moveaxis(dq_RTK, -3, -1)
 
     zeros = (jnp.zeros(k_SK.shape, jnp.float32), jnp.zeros(v_SW.shape, jnp.float32))
     (dk_SK, dv_SW), dq_RTK = _walk_rows(block, span, zeros, rows)

@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from deconstruct.kernels import taylor_walks_tpu, tpu
+from deconstruct.kernels import taylor_fused, taylor_walks_tpu, tpu
 from deconstruct.kernels.backends import Call
-from deconstruct.kernels.shards import per_shard
 from deconstruct.kernels.taylor_walks_tpu import Plan
 
 CHUNKS = (512, 256, 128)  # positions; the first that fits
@@ -43,29 +42,8 @@ def refuses(call: Call) -> str | None:
 
 def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None, *, chunks: tuple[int, ...] = CHUNKS) -> jax.Array:
     """o_BTHW in v's dtype; by the first of `chunks`, in positions, that fits."""
-    return _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
-
-
-def _attend_forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    given = ("BTHK", "BTGK", "BTGW", "BT")
-    forward = per_shard(functools.partial(_forward, chunks), given, ("BTHW", "BHT"), v_BTGW)
-    o_BTHW, sum_BHT = forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)
-    return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT)
-
-
-def _attend_backward(chunks, residuals, do_BTHW):
-    given = ("BTHK", "BTGK", "BTGW", "BT", "BTHW", "BHT", "BTHW")
-    found = "BTHK", "BTGK", "BTGW"
-    backward = per_shard(functools.partial(_backward, chunks), given, found, residuals[2])
-    return *backward(*residuals, do_BTHW), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    forward, backward = (functools.partial(kernel, chunks) for kernel in (_forward, _backward))
+    return taylor_fused.op(forward, backward)(q_BTHK, k_BTGK, v_BTGW, runs_BT)
 
 
 def _plan(chunks, length: int, heads: int, key_size: int, width: int, dtype, isolates) -> Plan:
@@ -100,15 +78,15 @@ def _forward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT):
     return _time_second(plan, o_BHWT), sum_BH1T[:, :, 0, : plan.length]
 
 
-def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT, do_BTHW):
+def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW):
     """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
     plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
-    do_BTHW = do_BTHW.astype(jnp.float32) / jnp.swapaxes(sum_BHT, 1, 2)[..., None]
-    delta_BTH1 = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1, keepdims=True)
-    d_BTHX = jnp.concatenate([do_BTHW, -delta_BTH1], axis=-1).astype(plan.dtype)
+    delta_BTH1, sum_BTH1 = (jnp.swapaxes(x, 1, 2)[..., None] for x in (delta_BHT, sum_BHT))
+    d_BTHX = jnp.concatenate([do_BTHW.astype(jnp.float32), -delta_BTH1], axis=-1) / sum_BTH1
     arrays = [
-        *_arrays(plan, q_BTHK, k_BTGK, v_BTGW), _time_last(plan, d_BTHX, plan.columns)
-    ]  # fmt: skip
+        *_arrays(plan, q_BTHK, k_BTGK, v_BTGW),
+        _time_last(plan, d_BTHX.astype(plan.dtype), plan.columns),
+    ]
     q, k, v, _ = arrays
     parts = [plan.features.parts] * 2
     (dq,) = _call(

@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from deconstruct.kernels import gpu
+from deconstruct.kernels import gpu, taylor_fused
 from deconstruct.kernels.backends import Call
 from deconstruct.kernels.precision import block_product
-from deconstruct.kernels.shards import per_shard
 
 LARGEST_HEAD = 128  # of which blocks fit the shared memory
 
@@ -70,36 +69,6 @@ class Plan(NamedTuple):
 def refuses(call: Call) -> str | None:
     """Why it cannot run a call."""
     return gpu.too_large(LARGEST_HEAD, call.key_size, call.value_size)
-
-
-def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT)
-
-
-@jax.custom_vjp
-def _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
-
-
-def _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    given = ("BTHK", "BTGK", "BTGW", "BT")
-    forward = per_shard(_forward, given, ("BTHW", "BHT"), v_BTGW)
-    o_BTHW, sum_BHT = forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)
-    return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT)
-
-
-def _attend_backward(residuals, do_BTHW):
-    q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT = residuals
-    products_BTHW = do_BTHW.astype(jnp.float32) * o_BTHW.astype(jnp.float32)
-    delta_BHT = jnp.swapaxes(jnp.sum(products_BTHW, axis=-1), 1, 2)
-    given = ("BTHK", "BTGK", "BTGW", "BT", "BHT", "BHT", "BTHW")
-    backward = per_shard(_backward, given, ("BTHK", "BTGK", "BTGW"), v_BTGW)
-    arrays = q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW.astype(v_BTGW.dtype)
-    return *backward(*arrays), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _plan(q_BTHK, v_BTGW, along: str) -> Plan:
@@ -300,3 +269,6 @@ def _sees(plan: Plan, query, key, runs_I, runs_J, masked: bool, *, keys_first: b
 
 def _where(condition, x):
     return x if condition is None else jnp.where(condition, x, 0.0)
+
+
+run = taylor_fused.op(_forward, _backward)

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from deconstruct.kernels import tpu
+from deconstruct.kernels import taylor_fused, tpu
 from deconstruct.kernels.backends import Call
-from deconstruct.kernels.shards import per_shard
 
 LARGEST_BLOCK = 256
 
@@ -68,36 +67,6 @@ def _position_bytes(heads: int, groups: int, key_size: int, width: int, itemsize
     """
     queries, keys = heads * (key_size + width), groups * (key_size + width)
     return 2 * (queries + 2 * keys) * itemsize + 4 * keys
-
-
-def run(q_BTHK, k_BTGK, v_BTGW, runs_BT=None) -> jax.Array:
-    """o_BTHW in v's dtype."""
-    return _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT)
-
-
-@jax.custom_vjp
-def _attend(q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    return _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)[0]
-
-
-def _attend_forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
-    given = ("BTHK", "BTGK", "BTGW", "BT")
-    forward = per_shard(_forward, given, ("BTHW", "BHT"), v_BTGW)
-    o_BTHW, sum_BHT = forward(q_BTHK, k_BTGK, v_BTGW, runs_BT)
-    return o_BTHW, (q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT)
-
-
-def _attend_backward(residuals, do_BTHW):
-    q_BTHK, k_BTGK, v_BTGW, runs_BT, o_BTHW, sum_BHT = residuals
-    products_BTHW = do_BTHW.astype(jnp.float32) * o_BTHW.astype(jnp.float32)
-    delta_BHT = jnp.swapaxes(jnp.sum(products_BTHW, axis=-1), 1, 2)
-    given = ("BTHK", "BTGK", "BTGW", "BT", "BHT", "BHT", "BTHW")
-    backward = per_shard(_backward, given, ("BTHK", "BTGK", "BTGW"), v_BTGW)
-    arrays = q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW.astype(v_BTGW.dtype)
-    return *backward(*arrays), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _plan(q_BTHK, v_BTGW, runs_BT) -> Plan:
@@ -315,3 +284,6 @@ def _sees(plan: Plan, i, j, runs, *, keys_first: bool = False):
 
 def _scores(plan: Plan, x, y):
     return tpu.product(x, y, (1, 1)) * plan.key_size**-0.5
+
+
+run = taylor_fused.op(_forward, _backward)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.tpu import VMEM, CompilerParams
 
 from deconstruct.kernels.backends import platform
 from deconstruct.kernels.precision import block_product
@@ -92,8 +92,8 @@ def call_blocks(kernel: Callable, grid, inputs, outputs, scratch, *, walk: int) 
         in_specs=[spec for _, spec in inputs],
         out_specs=[spec for _, spec in outputs],
         out_shape=[x for x, _ in outputs],
-        scratch_shapes=[pltpu.VMEM(*x) for x in scratch],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        scratch_shapes=[VMEM(*x) for x in scratch],
+        compiler_params=CompilerParams(dimension_semantics=semantics),
         interpret=platform() == "cpu",
     )(*(x for x, _ in inputs))
 
