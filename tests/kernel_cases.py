@@ -1,6 +1,7 @@
 """Inputs and comparisons that the kernel tests share."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -123,10 +124,14 @@ def bind(op: str, case: Case, backend: str):
     return lambda *arrays: getattr(kernels, op)(*arrays, **options)
 
 
+# Most of these tests' time is the compiler's; what it leaves out changes no number that is meant.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def with_gradients(function):
     """(arrays, output gradient) -> (output, gradients of all arrays), compiled."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(arrays, do):
         o, pull = jax.vjp(function, *arrays)
         return o, *pull(do.astype(o.dtype))

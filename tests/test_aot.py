@@ -275,7 +275,7 @@ def test_a_mesh_that_the_slice_does_not_divide(one_device):
 )
 def test_what_does_not_fit_is_a_report(one_device, monkeypatch, words):
     class Lowered:
-        def compile(self):
+        def compile(self, compiler_options=None):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {words}")
 
     monkeypatch.setattr(aot.step, "lower_train_step", lambda *_: Lowered())
