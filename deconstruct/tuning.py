@@ -3,7 +3,8 @@
 No result depends on them beyond rounding. What a kernel for one chip holds in that chip's memory is
 its own affair (`kernels/*_tpu.py`, `*_gpu.py`); what of a model's activations is kept for the
 backward is the config's (`compute.remat`), for it trades memory that only the user knows for time.
-"Measured" is on 2 cores of a Xeon with AVX-512, in float32; no accelerator has measured any.
+"Measured" is on 2 cores of a Xeon with AVX-512, in float32; of accelerators only
+their compilers were asked, and where nothing is said a value is carried over or reasoned.
 """
 
 from typing import NamedTuple

@@ -295,6 +295,7 @@ def run_command(*args: str) -> subprocess.CompletedProcess:
         (["--config=configs/tiny.py"], "--config and --topology are both needed"),
         (["--all", "--topology=v5e:2x2"], "--all takes neither"),
         (["--all", "--kernel=prefix_softmax"], "--all takes neither"),
+        (["--all", "--rows=2"], "--all takes neither"),
         (["--config=configs/tiny.py", "--topology=v5e:2x2", "--rows=2"], "--rows is of a --kernel"),
         (["--config=configs/tiny.py", "--kernel=prefix_softmax"], "two different things"),
         (["--config=configs/tiny.py", "--topology=v3:8"], "known: a100, h100, h200, v4, v5e,"),

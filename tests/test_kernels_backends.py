@@ -174,6 +174,16 @@ WRONG = [
     ("prefix_softmax", {"v": zeros(2, 6, 3, 8)}, "3 key/value groups do not divide 4 heads"),
     ("prefix_softmax", {"segments": zeros(2, 5, dtype=jnp.int32)}, "segments has shape"),
     ("fixed_map_attention", {"v": zeros(2, 7, 2, 8)}, "holds 6 positions and cannot serve 7"),
+    ("fixed_map_attention", {"v": zeros(6, 2, 8)}, r"v has .* expected \(any, any, any, any\)"),
+    ("prefix_softmax", {"s": zeros(2, 6)}, r"scores has .* expected \(any, any, any\)"),
+    ("causal_attention", {"q": zeros(6, 4, 8)}, "q has shape"),
+    (
+        "taylor_attention",
+        {"q": zeros(2, 6, 4, 8, dtype=jnp.bfloat16)},
+        "arrays of bfloat16, float32",
+    ),
+    ("prefix_softmax", {"v": zeros(2, 6, 2, 8, dtype=jnp.float16)}, "arrays of float32, float16"),
+    ("prefix_softmax", {"s": zeros(0, 6, 4), "v": zeros(0, 6, 2, 8)}, "nothing to attend to"),
     ("fixed_map_attention", {"k": zeros(6, 1, 8)}, r"k has .* expected \(6, 2, 8\)"),
 ]
 

@@ -212,10 +212,12 @@ def _alone(chip: slices.Chip) -> contextlib.AbstractContextManager:
 
 def main(argv) -> int:
     del argv
+    given = [name for name in (*kernel_flags.NAMES, "backend") if flags.FLAGS[name].present]
     if ALL.value:
-        if (TOPOLOGY.value or KERNEL.value or flags.FLAGS.config) is not None:
+        if given or (TOPOLOGY.value or KERNEL.value or flags.FLAGS.config) is not None:
             raise ValueError(
-                "--all takes neither --config nor --topology: each config says its own"
+                "--all takes neither --config, --topology nor a kernel's flags: "
+                "each config says its own"
             )
         return int(_compile_all() > 0)
     if KERNEL.value is not None and flags.FLAGS.config is not None:
@@ -225,7 +227,6 @@ def main(argv) -> int:
             "--config and --topology are both needed; for example "
             "--config=configs/tiny.py --topology=v5e:2x2, or --kernel in --config's place"
         )
-    given = [name for name in (*kernel_flags.NAMES, "backend") if flags.FLAGS[name].present]
     if KERNEL.value is None and given:
         raise ValueError(f"--{given[0]} is of a --kernel; a config's sizes are --config.KEY=VALUE")
     wanted = slices.parse(TOPOLOGY.value)
@@ -242,6 +243,8 @@ def main(argv) -> int:
         report = compile_it(wanted)
     print(json.dumps({**named, "topology": wanted.name, **report}))
     if not report["memory"]["fits"]:
+        if KERNEL.value is not None:
+            raise ValueError(f"this call of {KERNEL.value} does not fit the device: fewer --rows")
         needed, there = (report["memory"][key] / slices.GIB for key in ("peak", "of_chip"))
         raise ValueError(
             f"{needed:.1f} GiB or more a device do not fit {there:.0f} GiB: more micro-batches "

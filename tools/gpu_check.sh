@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, within 8 minutes (each part is cut off at its share): whether each backend is right there, and how fast.
+# What only a GPU can tell, within 8 minutes (each part is cut off at its share): whether each backend
+# is right there, and how fast.
 #
 #     tools/gpu_check.sh DIR
 #
@@ -19,6 +20,7 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 : > "$out/kernels.jsonl"
 : > "$out/errors.log"
+rm -f "$out/fla.jsonl"
 if ! python -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>> "$out/errors.log"; then
   echo "error: JAX finds no GPU here: pip install -r requirements-gpu.txt, and look at its driver" >&2
   exit 1

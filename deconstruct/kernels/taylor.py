@@ -55,7 +55,7 @@ def crossover(num_heads: int, num_groups: int, key_size: int, value_size: int) -
 
 
 def taylor_flops(length: int, num_heads: int, num_groups: int, head_size: int) -> int:
-    """FLOPs of the matrix products of one row's forward in the form that "auto" takes.
+    """FLOPs of the matrix products of one row's forward in the form of fewer FLOPs.
 
     Scores count as full squares, as in all our cost tables.
     """

@@ -64,7 +64,9 @@ def _based(torch, ops, call: KernelCall, direction: str) -> tuple[str, Callable]
     shape = call.rows, call.length, call.heads, call.head_size
     q_BTHK, k_BTHK, v_BTHK = (_normal(torch, shape, call.dtype) for _ in range(3))
     return "parallel_based", _run(
+        torch,
         lambda: ops.parallel_based(q_BTHK, k_BTHK, v_BTHK, head_first=False),
+        (q_BTHK, k_BTHK, v_BTHK),
         _normal(torch, shape, call.dtype),
         direction,
     )
@@ -78,7 +80,9 @@ def _rwkv4(torch, ops, call: KernelCall, direction: str) -> tuple[str, Callable]
     state_B31C = torch.zeros((call.rows, 3, 1, channels), device="cuda")
     state_B31C[:, 2] = -1e38  # the running maximum before the first token
     return "fused_recurrent_rwkv4", _run(
+        torch,
         lambda: ops.fused_recurrent_rwkv4(decay_C, bonus_C, k_BTC, v_BTC, state_B31C)[0],
+        (decay_C, bonus_C, k_BTC, v_BTC),
         _normal(torch, shape, call.dtype),
         direction,
     )
@@ -88,11 +92,11 @@ def _normal(torch, shape, dtype: str):
     return torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)).requires_grad_()
 
 
-def _run(forward: Callable, gradient, direction: str) -> Callable:
+def _run(torch, forward: Callable, inputs, gradient, direction: str) -> Callable:
     assert direction in (FORWARD, BOTH)
     if direction == FORWARD:
         return forward
-    return lambda: forward().backward(gradient.detach())
+    return lambda: torch.autograd.grad(forward(), inputs, gradient)
 
 
 def _milliseconds(torch, run: Callable, rounds: int) -> float:

@@ -22,7 +22,9 @@ from tools.kernel_calls import DIRECTIONS
 
 flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
 _OPS = flags.DEFINE_multi_enum("op", list(kernels.BACKENDS), list(kernels.BACKENDS), "which")
-_BACKENDS = flags.DEFINE_multi_string("backend", [], "which; without it all but the reference")
+_BACKENDS = flags.DEFINE_multi_string(
+    "backend", [], 'which; without it those that "auto" may take here'
+)
 _DIRECTIONS = flags.DEFINE_multi_enum("direction", list(DIRECTIONS), list(DIRECTIONS), "which")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each side that count", lower_bound=1)
 
