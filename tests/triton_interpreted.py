@@ -6,6 +6,7 @@ products would read bfloat16 as integers: float16 takes the part of 16-bit value
 
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from kernel_cases import Case, assert_near, bind, inputs, segments, with_gradients
@@ -47,7 +48,10 @@ for case in CASES:
     arrays, do = inputs("prefix_softmax", case)
     for scale in (1.0, 100.0):
         given = arrays[0] * scale, arrays[1]
-        wanted = with_gradients(bind("prefix_softmax", case, "reference"))(given, do)
+        exact = [x.astype(jnp.float32) for x in (*given, do)]
+        wanted = with_gradients(bind("prefix_softmax", case, "reference"))(exact[:2], exact[2])
+        dtypes = (do.dtype, *(x.dtype for x in given))
+        wanted = [x.astype(dtype) for x, dtype in zip(wanted, dtypes, strict=True)]
         assert_near(
             interpret(case, *given, do), wanted, TOLERANCE.get(case.dtype, TOLERANCE["bfloat16"])
         )

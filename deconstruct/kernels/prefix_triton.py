@@ -81,30 +81,37 @@ def _call(kernel, arrays, outputs, isolates: bool):
 
 
 @triton.jit
+def positions(t, LENGTH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr):
+    """Of a program's positions t: which exist, and their places in (B, T), (B, H, T), (B, T, H) and
+    (B, T, G).
+    """
+    row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    of_row = row * LENGTH + t
+    of_head = (row * HEADS + head) * LENGTH + t
+    group = head // (HEADS // GROUPS)
+    return t < LENGTH, of_row, of_head, of_row * HEADS + head, of_row * GROUPS + group
+
+
+@triton.jit
 def forward_kernel(
     s, v, runs, o, m, z,
     LENGTH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, ISOLATES: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    group = head // (HEADS // GROUPS)
     i, w = tl.arange(0, TILE), tl.arange(0, COLUMNS)
     last = i == TILE - 1
     n_W = tl.zeros((COLUMNS,), tl.float32)
     m_before, z_before, run_before = -float("inf"), 0.0, -1
     for start in range(0, LENGTH, TILE):
         t = start + i
-        exists = t < LENGTH
+        exists, of_row, of_head, at, of_group = positions(t, LENGTH, HEADS, GROUPS)
         values = exists[:, None] & (w < WIDTH)[None, :]
-        at = (row.to(tl.int64) * LENGTH + t) * HEADS + head
-        of_head = (row.to(tl.int64) * HEADS + head) * LENGTH + t
-        of_group = (row.to(tl.int64) * LENGTH + t) * GROUPS + group
         s_I = tl.load(s + at, mask=exists, other=0.0).to(tl.float32)
         v_JW = tl.load(v + of_group[:, None] * WIDTH + w[None, :], mask=values, other=0.0)
 
         sees_IJ = i[:, None] >= i[None, :]
         if ISOLATES:
-            run_I = tl.load(runs + row.to(tl.int64) * LENGTH + t, mask=exists, other=-2)
+            run_I = tl.load(runs + of_row, mask=exists, other=-2)
             sees_IJ = sees_IJ & (run_I[:, None] == run_I[None, :])
         m_I = tl.max(tl.where(sees_IJ, s_I[None, :], -float("inf")), axis=1)
         m_both_I = tl.maximum(m_I, m_before)
@@ -136,8 +143,6 @@ def backward_kernel(
     LENGTH: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, ISOLATES: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    group = head // (HEADS // GROUPS)
     i, w = tl.arange(0, TILE), tl.arange(0, COLUMNS)
     first = i == 0
     k_W = tl.zeros((COLUMNS,), tl.float32)
@@ -145,11 +150,8 @@ def backward_kernel(
     tiles: tl.constexpr = (LENGTH + TILE - 1) // TILE
     for number in range(tiles):
         t = (tiles - 1 - number) * TILE + i
-        exists = t < LENGTH
+        exists, of_row, of_head, at, of_group = positions(t, LENGTH, HEADS, GROUPS)
         values = exists[:, None] & (w < WIDTH)[None, :]
-        at = (row.to(tl.int64) * LENGTH + t) * HEADS + head
-        of_head = (row.to(tl.int64) * HEADS + head) * LENGTH + t
-        of_group = (row.to(tl.int64) * LENGTH + t) * GROUPS + group
         s_J = tl.load(s + at, mask=exists, other=0.0).to(tl.float32)
         m_I = tl.load(m + of_head, mask=exists, other=float("inf"))  # no weight is left there
         inverse_I = 1 / tl.load(z + of_head, mask=exists, other=1.0)
@@ -164,7 +166,7 @@ def backward_kernel(
         from_first_I = tl.exp(m_first - m_I) * inverse_I
         kept = tl.exp(m_first - m_after)
         if ISOLATES:
-            run_I = tl.load(runs + row.to(tl.int64) * LENGTH + t, mask=exists, other=-2)
+            run_I = tl.load(runs + of_row, mask=exists, other=-2)
             seen_JI = seen_JI & (run_I[:, None] == run_I[None, :])
             run_first = tl.sum(tl.where(first, run_I, 0))
             to_later_J = tl.where(run_I == run_after, to_later_J, 0.0)
