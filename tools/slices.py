@@ -111,17 +111,14 @@ def check_compiler(wanted: Slice) -> None:
     """Raises:
     ValueError: the compiler for these devices is not installed; the message says how to.
     """
-    package, arguments = {
-        "tpu": ("libtpu", "-r requirements-tpu.txt"),
-        "gpu": (
-            "jax_cuda12_plugin",
-            "-r requirements.txt && pip install --no-deps -r requirements-gpu-compiler.txt",
-        ),
+    package, requirements = {
+        "tpu": ("libtpu", "requirements-tpu.txt"),
+        "gpu": ("jax_cuda12_plugin", "requirements-gpu-compiler.txt"),
     }[wanted.chip.platform]
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"the compiler for {wanted.name} is not installed; in an environment of its own: "
-            f"pip install {arguments}"
+            f"pip install -r {requirements}"
         )
 
 
