@@ -74,6 +74,10 @@ def _init_params(program: Program, key: jax.Array):
 def new_state(program: Program, seed: int, text_ids=None) -> TrainState:
     """The state before the first step. Its values depend on the spec and the seed alone."""
     params = nn.meta.unbox(_init_params(program, jax.random.key(seed)))
+    return _state_of(program, params, text_ids)
+
+
+def _state_of(program: Program, params, text_ids) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
@@ -83,10 +87,15 @@ def new_state(program: Program, seed: int, text_ids=None) -> TrainState:
     )
 
 
+@functools.lru_cache
+def _abstract_params(program: Program):
+    """Shapes and axis names of the parameters; a trace of every layer, made once for a program."""
+    return jax.eval_shape(functools.partial(_init_params, program), jax.random.key(0))
+
+
 def state_shardings(program: Program, mesh: Mesh, abstract: TrainState) -> TrainState:
     """The NamedSharding of each leaf: moments lie as their parameters do, the rest everywhere."""
-    boxed = jax.eval_shape(functools.partial(_init_params, program), jax.random.key(0))
-    params = sharding.param_shardings(boxed, mesh)
+    params = sharding.param_shardings(_abstract_params(program), mesh)
     whole = sharding.replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         program.optimizer,
@@ -105,14 +114,15 @@ def check_mesh(program: Program, mesh: Mesh) -> None:
     Raises:
       ValueError: naming the parameter and the nearest sizes that fit.
     """
-    shapes = jax.eval_shape(functools.partial(_init_params, program), jax.random.key(0))
-    sharding.check_params(shapes, mesh)
+    sharding.check_params(_abstract_params(program), mesh)
 
 
+@functools.lru_cache
 def abstract_state(program: Program, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is computed."""
     text_ids = jnp.zeros((program.spec.max_len,), jnp.int32)
-    shapes = jax.eval_shape(lambda: new_state(program, 0, text_ids))
+    params = nn.meta.unbox(_abstract_params(program))
+    shapes = jax.eval_shape(lambda tree: _state_of(program, tree, text_ids), params)
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
