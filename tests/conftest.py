@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far longer than they compute: half the time goes without LLVM's costly passes. In
@@ -17,6 +19,20 @@ except ImportError:  # in the environment of requirements-beam.txt, which prepar
 else:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_threefry_partitionable", True)
+
+# Commands that tests start compile the same few programs again and again: half of a tiny run. They
+# share what they compiled; JAX, which was imported above, reads this for them alone.
+_COMPILED = "DECONSTRUCT_TESTS_COMPILED"
+_begins = _COMPILED not in os.environ  # a worker finds the folder that its parent made
+if _begins:
+    os.environ[_COMPILED] = tempfile.mkdtemp(prefix="deconstruct-compiled-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ[_COMPILED]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+
+def pytest_unconfigure():
+    if _begins:
+        shutil.rmtree(os.environ[_COMPILED], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
