@@ -194,6 +194,13 @@ def streams(spec: ModelSpec, params: Params, fixed, length: int, compute: Comput
     return _run_layers(spec, params, starts_RLD, {}, step)[1]
 
 
+def _first_states(stream_states, spec, params, fixed, length, compute) -> Params:
+    """The streams' states at the first positions, of those that a caller has or made anew."""
+    if stream_states is None:
+        return streams(spec, params, fixed, length, compute)
+    return jax.tree.map(lambda x_LD: x_LD[..., :length, :], stream_states)
+
+
 def _embedder(spec, params, compute):
     table = _table(spec)
     return lambda tokens: table.apply({"params": params["embedding"]}, tokens, compute.dtype)
@@ -297,7 +304,7 @@ def hidden(
       tokens_BT: token ids below vocab_size.
       positions_BT: position of each token in its document; None counts the runs of `segments_BT`.
       segments_BT: document of each token, or None: the row is one document.
-      stream_states: what `streams` gave, if the caller has it already.
+      stream_states: what `streams` gave, for as many positions or more, if the caller has it.
 
     Raises:
       ValueError: a row longer than a fixed stream.
@@ -307,8 +314,7 @@ def hidden(
         positions_BT = _arange(length)
     elif positions_BT is None:
         positions_BT = _positions_in_runs(segments_BT)
-    if stream_states is None:
-        stream_states = streams(spec, params, fixed, length, compute)
+    stream_states = _first_states(stream_states, spec, params, fixed, length, compute)
     embeddings_BTD = sharding.constrain_batch(_embedder(spec, params, compute)(tokens_BT))
 
     def step(x_BTD, layer, layer_params, stream_LD, scanned):
@@ -330,6 +336,7 @@ def branches(
     follows_BT: jax.Array,
     *,
     compute: Compute = Compute(),
+    stream_states: Params | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Final hidden states of contexts and of several continuations of each: (B, S, D), (B, T, D).
 
@@ -338,7 +345,7 @@ def branches(
     rounding.
 
     Args:
-      spec, params, fixed, compute: as for `hidden`.
+      spec, params, fixed, compute, stream_states: as for `hidden`.
       context_BS: token ids.
       documents_BS: which context of its row a token belongs to; a context is a run of an id that
         the row has once.
@@ -356,7 +363,7 @@ def branches(
     positions_BT = jnp.sum(past_BTS, axis=2, dtype=jnp.int32)
     positions_BT += _positions_in_runs(branches_BT)
     longest = max(length, min(spec.max_len, length + tokens_BT.shape[1]))
-    stream_states = streams(spec, params, fixed, longest, compute)
+    stream_states = _first_states(stream_states, spec, params, fixed, longest, compute)
     embed = _embedder(spec, params, compute)
     context_BSD, tokens_BTD = embed(context_BS), embed(tokens_BT)
 

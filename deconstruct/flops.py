@@ -250,6 +250,8 @@ def mixer_cache_bytes(spec: ModelSpec, layer: LayerSpec, length: int, itemsize: 
 
 
 def _shared_cache_bytes(spec: ModelSpec, length: int, itemsize: int) -> int:
-    """Queries and keys of the fixed streams in the layers that read them."""
-    readers = sum(MIXERS[layer.mixer].stream is not None for layer in spec.layers)
-    return readers * length * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * itemsize
+    """What the layers keep of their fixed streams."""
+    return sum(
+        MIXERS[layer.mixer].shared_cache_bytes(spec, options_of(layer), length, itemsize)
+        for layer in spec.layers
+    )

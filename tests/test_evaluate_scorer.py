@@ -29,12 +29,12 @@ TEXT = "the cat sat on a mat and the dog ran to an old red house by sea in winte
 WORDS = TEXT.split()
 
 
-def make_model(mixer="non_approximate", plan="even", num_layers=2):
+def make_model(mixer="non_approximate", plan="even", num_layers=2, seed=0):
     """Untrained; its table has more rows than its tokenizer has ids."""
     tokenizer = train_bpe([TEXT] * 30, 300)
     spec = make_spec(mixer, plan, num_layers, max_len=MAX_LEN)
     assert spec.vocab_size == tokenizer.vocab_size < spec.padded_vocab_size
-    return TrainedModel(spec, make_params(spec), make_fixed(spec), tokenizer, None)
+    return TrainedModel(spec, make_params(spec, seed), make_fixed(spec), tokenizer, None)
 
 
 def make_requests(seed=0):
@@ -111,6 +111,26 @@ def test_scores_are_the_models_own(mixer):
     expected = [scorer_lib.Answer(*by_hand(model, request)) for request in requests]
     assert_same(scores.answers, expected)
     assert scores.num_truncated == 1
+
+
+def test_fixed_streams_are_computed_once(monkeypatch):
+    """Whatever the batches, of whatever shape; other weights have streams of their own."""
+    lengths = []
+
+    def counted(spec, params, fixed, length, compute, before=decoder.streams):
+        lengths.append(length)
+        return before(spec, params, fixed, length, compute)
+
+    monkeypatch.setattr(decoder, "streams", counted)
+    model = make_model("fixed_seq_qk", "uniform")
+    scorer = make_scorer(model)
+    answers = scorer.score(make_requests()).answers
+    scorer.score(make_requests(), max_len=MAX_LEN // 2)
+    assert len(scorer.shapes) > 1 and lengths == [MAX_LEN]
+    other = make_model("fixed_seq_qk", "uniform", seed=5)
+    again = scorer.of(other.params, other.fixed).score(make_requests()).answers
+    assert_same(again, make_scorer(other).score(make_requests()).answers)
+    assert again != answers
 
 
 def test_a_greedy_continuation_is_known(model):

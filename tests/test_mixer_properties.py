@@ -7,7 +7,7 @@ import pytest
 from models import make_fixed, make_inputs, make_mixer, make_params, make_spec, make_tokens
 
 from deconstruct import decoder, layouts
-from deconstruct.mixers import MIXERS, options_of
+from deconstruct.mixers import MIXERS, fixed_qk, options_of
 
 # Largest difference, relative to the largest value, between two float32 evaluations of one
 # function by different orders of summation.
@@ -118,6 +118,17 @@ def test_decoding_token_by_token_equals_the_forward(name, qk_norm):
 @pytest.mark.parametrize("plan", ["even", "bottom"])
 def test_decoding_of_mixed_plans_equals_the_forward(plan):
     assert_decodes(make_spec("rnd_emb_qk+static_emb_qk+approximate", plan, 6, max_len=12))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MIXERS) if MIXERS[name].stream])
+def test_decoding_with_and_without_the_map_in_memory(name, monkeypatch):
+    spec = make_spec(name, "uniform", num_layers=2, max_len=16)
+    most = MIXERS[name].shared_cache_bytes(spec, options_of(spec.layers[0]), 16, itemsize=4)
+    for limit in (most, most - 1):
+        monkeypatch.setattr(fixed_qk, "LARGEST_MAP", limit)
+        cache = decoder.init_cache(spec, make_params(spec), make_fixed(spec), 3, 16)
+        assert ("map" in cache["layer_01"]) == (limit == most)
+        assert_decodes(spec)
 
 
 def assert_decodes(spec):

@@ -139,13 +139,17 @@ def _mixer_lines(
 
     precomputed = paper.PRINTED_FLOPS_OF_PRECOMPUTED_MAPS.get(layer.mixer, {})
     yield f"  {layer.mixer}" + (f": time of order {printed.time}" if printed else "")
-    for what, field, ours in (
-        ("prefill FLOPs", "prefill_flops", flops.mixer_flops(spec, layer, 1, length)),
-        ("decode FLOPs", "decode_flops", flops.mixer_decode_flops(spec, layer, length)),
+    prefill = flops.mixer_flops(spec, layer, 1, length), None
+    decode = flops.mixer_decode_flops(spec, layer, length), None
+    if mixers.MIXERS[layer.mixer].keeps_map(spec, length):
+        decode = decode[::-1]
+    for what, field, (ours, by_map) in (
+        ("prefill FLOPs", "prefill_flops", prefill),
+        ("decode FLOPs", "decode_flops", decode),
     ):
         yield line(what, ours, by_paper(field))
         if field in precomputed:
-            yield line("  maps precomputed", None, precomputed[field])
+            yield line("  maps precomputed", by_map, precomputed[field])
     kept = flops.mixer_activation_bytes(spec, layer, 1, jnp.bfloat16)
     yield line("activation bytes", kept, by_paper("activation_bytes"))
     shared = flops.cache_bytes(dataclasses.replace(spec, layers=(layer,)), 0, length, jnp.bfloat16)

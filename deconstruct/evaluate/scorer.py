@@ -93,12 +93,14 @@ class Scorer:
         )
         self.shapes: dict[Shape, None] = {}
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
+        self._streams = jax.jit(functools.partial(_streams, model.spec, compute, self.max_len))
+        self._stream_states = None
 
     def of(self, params: Mapping[str, Any], fixed: Mapping[str, Any]) -> "Scorer":
         """The same with other weights, as if it were new; what was compiled is shared."""
         other = copy.copy(self)
         other.model = dataclasses.replace(self.model, params=params, fixed=fixed)
-        other.shapes = {}
+        other.shapes, other._stream_states = {}, None
         return other
 
     def score(
@@ -176,14 +178,25 @@ class Scorer:
         """(negative log-likelihoods, whether each was the likeliest), (B, N), of the targets."""
         self.shapes[batch.shape] = None
         with jax.set_mesh(self.mesh):
+            weights = self.model.params, self.model.fixed
+            if self._stream_states is None:
+                self._stream_states = self._streams(*weights)
             placed = sharding.place_whole_batch(batching.fill(batch), self.mesh)
-            return self._score(self.model.params, self.model.fixed, placed)
+            return self._score(*weights, self._stream_states, placed)
 
 
-def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
+def _streams(spec, compute: Compute, length: int, params, fixed):
+    """The fixed streams, which no request changes, on every device."""
+    states = decoder.streams(spec, params, fixed, length, compute)
+    return jax.tree.map(sharding.constrain_whole, states)
+
+
+def _score(spec, compute: Compute, params, fixed, stream_states, arrays: Arrays):
     """(negative log-likelihood, whether it is the likeliest id) of each target, (B, N)."""
     if arrays.new_BT.shape[1]:
-        x_BSD, new_BTD = decoder.branches(spec, params, fixed, *arrays[:5], compute=compute)
+        x_BSD, new_BTD = decoder.branches(
+            spec, params, fixed, *arrays[:5], compute=compute, stream_states=stream_states
+        )
         x_BSD = jnp.concatenate([x_BSD, new_BTD], axis=1)
     else:
         x_BSD = decoder.hidden(
@@ -193,6 +206,7 @@ def _score(spec, compute: Compute, params, fixed, arrays: Arrays):
             arrays.context_BS,
             segments_BT=arrays.documents_BS,
             compute=compute,
+            stream_states=stream_states,
         )
     x_BND = jnp.take_along_axis(x_BSD, arrays.places_BN[:, :, None], axis=1)
     scores = objective.token_scores(

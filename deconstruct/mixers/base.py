@@ -103,6 +103,16 @@ class Mixer(nn.Module):
         """Bytes of the decode cache of one row, `itemsize` bytes a value of the compute dtype."""
         raise NotImplementedError
 
+    @classmethod
+    def shared_cache_bytes(cls, spec: ModelSpec, options: Any, length: int, itemsize: int) -> int:
+        """Bytes of what the decode cache holds once, whatever the number of rows."""
+        return 0
+
+    @classmethod
+    def keeps_map(cls, spec: ModelSpec, length: int) -> bool:
+        """Whether a decode cache for `length` tokens holds the attention map, made beforehand."""
+        return False
+
 
 def visible(ctx: MixerContext, length: int) -> jax.Array:
     """Which keys each query may see: (B or 1, 1, T, S), by causality and document."""

@@ -13,6 +13,10 @@ from deconstruct import kernels
 from deconstruct.mixers.base import projection_flops, store
 from deconstruct.mixers.standard import Standard
 
+# Bytes of one layer's map that a decode cache holds at most: 8 heads on 2,048 positions. There, on
+# two cores, a step of the 70M model on 8 rows takes 0.38 of its time without; on one row, 0.9.
+LARGEST_MAP = 2**27
+
 
 class FixedQK(Standard):
     """Attention with queries and keys of the fixed stream, read at each token's own position."""
@@ -54,17 +58,22 @@ class FixedQK(Standard):
         return self.read_past(scores, past["value"], h_BTD, ctx)
 
     def init_cache(self, batch_size, length, ctx):
+        """Beside the values the map itself, or its queries and keys where it is too large."""
         self._check_length(length, ctx)
-        q_1LHK, k_1LGK = self.stream_queries_keys(ctx)
+        q_1SHK, k_1SGK = (x[:, :length] for x in self.stream_queries_keys(ctx))
         shape = (batch_size, length, self.spec.num_kv_heads, self.spec.head_dim)
-        return {
-            "query": q_1LHK[:, :length],
-            "key": k_1LGK[:, :length],
-            "value": jnp.zeros(shape, self.dtype),
-        }
+        cache = {"value": jnp.zeros(shape, self.dtype)}
+        if not self.keeps_map(self.spec, length):
+            return {**cache, "query": q_1SHK, "key": k_1SGK}
+        scores_1HTS = self.dot_scores(q_1SHK, k_1SGK)
+        a_1HTS = self.normalise(scores_1HTS, jnp.tri(length, dtype=bool)[None, None])
+        return {**cache, "map": jnp.swapaxes(a_1HTS, 1, 2)}
 
     def decode(self, h_B1D, cache, ctx):
         cache = {**cache, "value": store(cache["value"], self.values(h_B1D), ctx.positions_BT)}
+        if "map" in cache:
+            a_BHS = cache["map"][0][ctx.positions_BT[:, 0]]
+            return self.merge(self.weigh_cache(a_BHS[:, :, None], cache["value"])), cache
         q_B1HK = cache["query"][0][ctx.positions_BT]
         k_BSGK = jnp.broadcast_to(cache["key"], (q_B1HK.shape[0], *cache["key"].shape[1:]))
         scores_BH1S = self.dot_scores(q_B1HK, k_BSGK)
@@ -85,8 +94,22 @@ class FixedQK(Standard):
 
     @classmethod
     def cache_bytes(cls, spec, options, length, itemsize):
-        """The row's values; the stream's queries and keys are shared by all rows."""
         return length * spec.num_kv_heads * spec.head_dim * itemsize
+
+    @classmethod
+    def shared_cache_bytes(cls, spec, options, length, itemsize):
+        """The map in float32, or the stream's queries and keys."""
+        if cls.keeps_map(spec, length):
+            return _map_bytes(spec, length)
+        return length * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * itemsize
+
+    @classmethod
+    def keeps_map(cls, spec, length):
+        return _map_bytes(spec, length) <= LARGEST_MAP
+
+
+def _map_bytes(spec, length: int) -> int:
+    return 4 * spec.num_heads * length**2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,10 @@ class Standard(QKVMixer):
         written = (
             jnp.arange(v_BSGK.shape[1])[None, None, None, :] <= ctx.positions_BT[:, None, :, None]
         )
-        a_BH1S = self.normalise(scores_BH1S, written)
+        return self.weigh_cache(self.normalise(scores_BH1S, written), v_BSGK)
+
+    def weigh_cache(self, a_BH1S: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+        """Weights applied to the cached values, in float32: o_B1HK."""
         v_BSHK = self.per_head(v_BSGK).astype(jnp.float32)
         return jnp.einsum("BHTS,BSHK->BTHK", a_BH1S, v_BSHK).astype(self.dtype)
 
