@@ -15,7 +15,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from deconstruct import benchmarks, checkpoint, flops, metrics, sharding, step, validation
+from deconstruct import benchmarks, checkpoint, flops, kernels, metrics, sharding, step, validation
 from deconstruct import tokenizer as tokenizer_lib
 from deconstruct.account import conclude, introduce
 from deconstruct.config import Config
@@ -165,7 +165,11 @@ class Loop:
         print("compiling the train step ...")
         run, log = self.setup, self.config.log
         batch = step.abstract_batch(self.spec, self.config.batch_size, run.mesh)
-        train_step = step.compile_train_step(run.program, run.mesh, batch)
+        with kernels.watch_choices() as chosen:
+            train_step = step.compile_train_step(run.program, run.mesh, batch)
+        if chosen:
+            forms = (f"{op} by {', '.join(sorted(names))}" for op, names in sorted(chosen.items()))
+            print(f"kernels: {'; '.join(forms)}")
         if run.data.held_out(self.config.data.validation):
             _ = self.validate_rows
         if log.diagnose_every is not None:

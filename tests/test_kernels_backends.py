@@ -10,6 +10,7 @@ import devices
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 from kernel_cases import OPS, Case, bind, inputs
 
 from deconstruct import kernels
@@ -55,6 +56,33 @@ def test_auto_takes_the_first_that_has_no_reason_against(monkeypatch, caplog):
         assert call("causal_attention") == 3
     (line,) = caplog.messages  # once for this kind of call
     assert "a (no such chip)" in line and "bb (slower here)" in line
+
+
+def test_choices_are_told_to_who_watches(monkeypatch):
+    table(monkeypatch, ("a", "no such chip", None), ("bb", None, None))
+    call("causal_attention")
+    with kernels.watch_choices() as chosen:
+        assert call("causal_attention") == 2 and chosen == {"causal_attention": {"bb"}}
+    call("causal_attention")
+
+
+def test_a_backend_is_asked_about_one_devices_share(monkeypatch):
+    """What fits into a device's memory depends on its own heads, not on those of the mesh."""
+    asked = []
+
+    def refuses(call):
+        asked.append((call.batch_size, call.num_heads, call.num_groups))
+
+    made = backends.Backend("a", lambda q, k, v: v, refuses=refuses)
+    monkeypatch.setitem(kernels.BACKENDS, "causal_attention", (made,))
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        for batch, groups in ((8, 2), (6, 2), (8, 1)):
+            shape = batch, 4, groups, 8
+            keys = jax.ShapeDtypeStruct(shape, jnp.float32)
+            queries = jax.ShapeDtypeStruct((batch, 4, 4, 8), jnp.float32)
+            jax.eval_shape(kernels.causal_attention, queries, keys, keys)
+    assert asked == [(2, 2, 1), (6, 2, 1), (2, 4, 1)]
 
 
 def test_named_backend_runs_against_advice_but_not_when_it_cannot(monkeypatch):

@@ -105,7 +105,7 @@ def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
     setup.check_mesh(config, program, mesh)
 
     begun = time.perf_counter()
-    with kernels.target_platform(chip.platform, chip.capability):
+    with kernels.target_platform(chip.platform, chip.capability), kernels.watch_choices() as chosen:
         batch = step.abstract_batch(spec, config.batch_size, mesh)
         lowered = step.lower_train_step(program, mesh, batch)
     traced = time.perf_counter()
@@ -118,6 +118,7 @@ def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:
         "rows": config.batch_size // config.compute.micro_batches,
         "micro_batches": config.compute.micro_batches,
         "remat": config.compute.remat,
+        "kernels": {op: sorted(names) for op, names in sorted(chosen.items())},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         **_report(compiled, needed, chip, formula),
     }

@@ -15,8 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from deconstruct import tuning
-from deconstruct.kernels import causal, fixed_map, prefix, taylor, taylor_recurrence
-from deconstruct.kernels.backends import AUTO, Backend, Call, choose, platform, target_platform
+from deconstruct.kernels import causal, fixed_map, prefix, shards, taylor, taylor_recurrence
+from deconstruct.kernels.backends import (
+    AUTO,
+    Backend,
+    Call,
+    choose,
+    platform,
+    target_platform,
+    watch_choices,
+)
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.prefix import PrefixState, own_scores, prefix_state_init, prefix_step
 from deconstruct.kernels.taylor import crossover, taylor_flops
@@ -39,6 +47,7 @@ __all__ = [
     "taylor_flops",
     "taylor_state_init",
     "taylor_step",
+    "watch_choices",
 ]
 
 
@@ -219,13 +228,14 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
     if heads % groups:
         raise ValueError(f"{op}: {groups} key/value groups do not divide {heads} heads")
     _check_dtypes(op, arrays)
+    of_one = shards.sizes_of_one(batch, heads, groups)
     call = Call(
         op=op,
         platform=platform(),
-        batch_size=batch,
+        batch_size=of_one[0],
         length=length,
-        num_heads=heads,
-        num_groups=groups,
+        num_heads=of_one[1],
+        num_groups=of_one[2],
         key_size=key_size,
         value_size=value_size,
         dtype=v_BTGW.dtype,

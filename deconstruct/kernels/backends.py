@@ -23,6 +23,7 @@ AUTO = "auto"
 
 log = logging.getLogger(__name__)
 _target = contextvars.ContextVar("target", default=None)
+_watched = contextvars.ContextVar("watched", default=None)
 
 
 class Target(NamedTuple):
@@ -58,7 +59,10 @@ def platform() -> str:
 
 
 class Call(NamedTuple):
-    """The static facts of one call of an op, all that a choice may depend on."""
+    """The static facts of one call of an op, all that a choice may depend on.
+
+    Rows, heads and groups are those of one device.
+    """
 
     op: str
     platform: str
@@ -130,12 +134,31 @@ class Backend:
         return importlib.import_module(f"{__package__}.{self.module}")
 
 
+@contextlib.contextmanager
+def watch_choices() -> Iterator[dict[str, set[str]]]:
+    """Fills a table, op -> names of backends, with what is chosen for programs traced within it."""
+    chosen: dict[str, set[str]] = {}
+    token = _watched.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _watched.reset(token)
+
+
 def choose(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
     """The backend called `name`, or with "auto" the first that takes the call gladly.
 
     Raises:
       ValueError: the name is unknown, or that backend cannot run the call.
     """
+    found = _find(backends, call, name)
+    watched = _watched.get()
+    if watched is not None:
+        watched.setdefault(call.op, set()).add(found.name)
+    return found
+
+
+def _find(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
     if name == AUTO:
         return _first(backends, call)
     by_name = {backend.name: backend for backend in backends}

@@ -1,5 +1,9 @@
 """Standard attention by cuDNN's fused kernels for NVIDIA GPUs.
 
+Documents are left to others: of packed sequences cuDNN keeps statistics as if each of a row's were
+as long as the row, so their greatest number must be known and small, and here it may be T; told as
+a mask, they would be an additive one of T x T a row.
+
 Axes: B batch, T time, H heads, G key/value groups, K key size, W value size.
 """
 
@@ -16,7 +20,7 @@ def refuses(call: Call) -> str | None:
     if call.dtype == jnp.float32:
         return "it knows no float32"
     if call.isolates_documents:
-        return "it isolates no documents"
+        return "it isolates no documents whose number is not known beforehand"
     if call.key_size != call.value_size or call.key_size > _LARGEST_HEAD or call.key_size % 8:
         return f"it takes heads of a multiple of 8 up to {_LARGEST_HEAD}"
     return None
