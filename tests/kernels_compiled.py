@@ -13,6 +13,10 @@ GROUPED = {"length": 2048, "heads": 14, "groups": 2, "head_size": 64, "dtype": "
 DOCUMENTS = {
     "length": 500, "heads": 3, "groups": 3, "head_size": 80, "dtype": "float32", "document": 50
 }  # fmt: skip
+# Of several of a GPU's chunks.
+SEVERAL = {
+    "length": 4500, "heads": 4, "groups": 2, "head_size": 64, "dtype": "bfloat16", "document": 90
+}  # fmt: skip
 LONG = {"length": 16384, "heads": 4, "groups": 4, "head_size": 128, "dtype": "bfloat16"}
 # One of each family sees them all; a relative, what is most likely to differ.
 CALLS = {
@@ -21,7 +25,7 @@ CALLS = {
         "v5p:2x2x1": [GROUPED],
         "v6e:2x2": [GROUPED, DOCUMENTS],
     },
-    "gpu": {"a100:1": [DOCUMENTS], "h200:1": [GROUPED, DOCUMENTS]},
+    "gpu": {"a100:1": [DOCUMENTS, SEVERAL], "h200:1": [GROUPED, DOCUMENTS, SEVERAL]},
 }
 NOT_OURS = "cudnn"  # its compiler wants the library
 
@@ -30,7 +34,7 @@ for topology, calls in CALLS[platform].items():
     wanted = slices.parse(topology)
     for op in kernels.BACKENDS:
         for sizes in calls:
-            if sizes is LONG and op != "taylor_attention":
+            if sizes in (LONG, SEVERAL) and op != "taylor_attention":
                 continue
             call = kernel_calls.KernelCall(op, rows=2, **sizes)
             facts = call.facts(platform)

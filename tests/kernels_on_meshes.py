@@ -29,6 +29,7 @@ OTHERS = [
     ("taylor_attention", "tpu"),
     ("taylor_attention", "gpu"),
     ("taylor_attention", "tpu_chunked"),
+    ("taylor_attention", "gpu_chunked"),
     ("prefix_softmax", "tpu"),
     ("prefix_softmax", "gpu"),
     ("causal_attention", "splash"),

@@ -156,11 +156,15 @@ def test_cudnn_waits_for_a_gpu():
         call("causal_attention", "cudnn")
 
 
-@pytest.mark.parametrize("op", ["taylor_attention", "prefix_softmax"])
-def test_a_gpus_kernel_waits_for_a_gpu(op):
-    (gpu,) = (b for b in kernels.BACKENDS[op] if b.name == "gpu")
+@pytest.mark.parametrize(
+    "op, name",
+    [("taylor_attention", "gpu"), ("taylor_attention", "gpu_chunked"), ("prefix_softmax", "gpu")],
+)
+def test_a_gpus_kernel_waits_for_a_gpu(op, name):
+    (gpu,) = (b for b in kernels.BACKENDS[op] if b.name == name)
     on_gpu = backends.Call(op, "gpu", 2, 6, 4, 2, 64, 64, jnp.dtype("float32"), True)
-    assert gpu.refusal(on_gpu) is None and "no GPU has confirmed it" in gpu.reservation(on_gpu)
+    long = on_gpu._replace(length=1 if name == "gpu" else 100_000)
+    assert gpu.refusal(long) is None and "no GPU has confirmed it" in gpu.reservation(long)
     assert "heads of up to" in gpu.refusal(on_gpu._replace(value_size=257))
 
 

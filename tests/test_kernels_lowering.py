@@ -28,6 +28,10 @@ CASES = [
     Case(500, 3, 3, 80, documents=at_edges(500), dtype="bfloat16"),
     Case(2048, 4, 2, 128, dtype="bfloat16"),
 ]
+CALLS = [(*kernel, case) for kernel in KERNELS for case in CASES]
+# Of several chunks.
+SEVERAL = Case(5000, 4, 2, 80, documents=at_edges(5000), dtype="bfloat16", value_size=64)
+CALLS.append(("taylor_attention", "gpu_chunked", "gpu", SEVERAL))
 
 
 DEVICES = {"tpu": "TPU v5 lite", "gpu": "NVIDIA H200"}
@@ -66,8 +70,7 @@ def calls_of(jaxpr):
             yield from calls_of(inner)
 
 
-@pytest.mark.parametrize("op, backend, platform", KERNELS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op, backend, platform, case", CALLS, ids=str)
 def test_lowers_without_the_chip(op, backend, platform, case):
     both, shapes = forward_and_backward(op, backend, case)
     named = {"gpu": "cuda"}.get(platform, platform)
@@ -77,8 +80,9 @@ def test_lowers_without_the_chip(op, backend, platform, case):
     assert text.count(calls[platform]) >= 2
 
 
-@pytest.mark.parametrize("op, backend, platform", [k for k in KERNELS if k[1] != "splash"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "op, backend, platform, case", [x for x in CALLS if x[1] != "splash"], ids=str
+)
 def test_blocks_lie_inside_their_arrays(op, backend, platform, case):
     """The last block may hang over the end; none begins there."""
     both, shapes = forward_and_backward(op, backend, case)

@@ -75,6 +75,10 @@ def _costs_more_or_unconfirmed(call: Call) -> str | None:
     return _scores_cost_more(call) or _unconfirmed(call)
 
 
+def _recurrence_costs_more_or_unconfirmed(call: Call) -> str | None:
+    return _recurrence_costs_more(call) or _unconfirmed(call)
+
+
 # In order of preference.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "causal_attention": (
@@ -104,6 +108,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             platform="gpu",
             interpreted=True,
             advises_against=_costs_more_or_unconfirmed,
+        ),
+        Backend(
+            "gpu_chunked",
+            module="taylor_chunks_gpu",
+            platform="gpu",
+            interpreted=True,
+            advises_against=_recurrence_costs_more_or_unconfirmed,
         ),
         Backend("quadratic", taylor.quadratic, advises_against=_scores_cost_more),
         Backend("chunked", taylor_recurrence.chunked),

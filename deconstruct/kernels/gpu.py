@@ -1,8 +1,8 @@
 """What Pallas kernels for NVIDIA GPUs share: how a program's arrays are cut, and read and written.
 
-A program takes one head. Triton's blocks have sides of powers of two; where a head or a row does
-not fill its block, what is missing is neither read nor written, so that nothing is padded in memory
-and what lies there never counts.
+A program takes one head, or a group. Triton's blocks have sides of powers of two; where a head or a
+row does not fill its block, what is missing is neither read nor written, so that nothing is padded
+in memory and what lies there never counts.
 
 JAX 0.12 announces the end of this way to write for GPUs. A CPU can interpret it, so that it proves
 a kernel's numbers before any GPU does; where it will be gone, what is written with it is refused
@@ -117,29 +117,34 @@ class Rows(NamedTuple):
             return None
         return self.start + jax.lax.iota(jnp.int32, self.size) < self.end
 
-    def read(self, ref, width: int | None = None, fill=0) -> jax.Array:
-        """(I,), or (I, side(width)); `fill` in places that do not exist."""
+    def read(self, ref, width: int | None = None, fill=0, *, before=(), between=()) -> jax.Array:
+        """(I,), or (I, side(width)); `fill` in places that do not exist.
+
+        `before` and `between` are places along further axes: before that of positions, and between
+        it and the columns.
+        """
         mask = self._mask(ref, width)
-        return load(self._at(ref), mask=mask, other=None if mask is None else fill)
+        at = self._at(ref, width, before, between)
+        return load(at, mask=mask, other=None if mask is None else fill)
 
-    def write(self, ref, x: jax.Array, width: int | None = None) -> None:
+    def write(self, ref, x: jax.Array, width: int | None = None, *, before=()) -> None:
         """What exists of (I,), or of (I, side(width))."""
-        store(self._at(ref), x.astype(ref.dtype), mask=self._mask(ref, width))
+        store(self._at(ref, width, before), x.astype(ref.dtype), mask=self._mask(ref, width))
 
-    def _at(self, ref):
-        at = pl.ds(self.start, self.size)
-        return ref.at[at] if len(ref.shape) == 1 else ref.at[at, :]
+    def _at(self, ref, width: int | None, before=(), between=()):
+        columns_of_all = () if width is None else (slice(None),)
+        return ref.at[(*before, pl.ds(self.start, self.size), *between, *columns_of_all)]
 
     def _mask(self, ref, width: int | None):
         exists_I = self.exists()
-        if len(ref.shape) == 1:
+        if width is None:
             return exists_I
         masks = [exists_I[:, None]] if exists_I is not None else []
         if (columns_W := columns(ref, width)) is not None:
             masks.append(columns_W[None])
         if not masks:
             return None
-        shape = self.size, ref.shape[1]
+        shape = self.size, ref.shape[-1]
         return functools.reduce(jnp.logical_and, (jnp.broadcast_to(x, shape) for x in masks))
 
 

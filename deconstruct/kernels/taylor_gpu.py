@@ -102,7 +102,7 @@ def _query_block(step, steps):
     return steps - 1 - step
 
 
-def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
+def forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
     """(o_BTHW, sum_BHT: of each query's weights) of one device."""
     plan, batch = _plan(q_BTHK, v_BTGW, "T"), len(q_BTHK)
     return gpu.call(
@@ -116,7 +116,7 @@ def _forward(q_BTHK, k_BTGK, v_BTGW, runs_BT):
     )
 
 
-def _backward(q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW):
+def backward(q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BTHW):
     """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
     heads = q_BTHK.shape[2]
     given = [
@@ -271,4 +271,4 @@ def _where(condition, x):
     return x if condition is None else jnp.where(condition, x, 0.0)
 
 
-run = taylor_fused.op(_forward, _backward)
+run = taylor_fused.op(forward, backward)
