@@ -112,6 +112,38 @@ def test_a_line():
         assert line["ms"] >= 0 and line["ratio"] > 0
 
 
+def run_kernels(*args):
+    sizes = ["--rows=1", "--length=16", "--heads=2", "--rounds=1", "--direction=forward"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "kernels", *sizes, *args],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_what_runs_is_measured_beside_what_does_not():
+    status, lines, told = run_kernels("--op=causal_attention", "--backend=cudnn", "--backend=xla")
+    assert status == 1 and [line["backend"] for line in lines] == ["xla"]
+    assert told == (
+        "error: causal_attention cannot run with backend 'cudnn': it is written for a gpu\n"
+    )
+
+
+def test_a_named_backend_that_one_of_the_ops_has():
+    status, lines, told = run_kernels(
+        "--op=causal_attention", "--op=prefix_softmax", "--backend=scan"
+    )
+    assert status == 0 and told == ""
+    assert [(line["op"], line["backend"]) for line in lines] == [
+        ("causal_attention", "xla"), ("prefix_softmax", "scan")
+    ]  # fmt: skip
+    status, lines, told = run_kernels("--op=causal_attention", "--backend=scan")
+    assert status == 1 and not lines and told.startswith("error: unknown --backend 'scan'")
+
+
 @pytest.mark.slow
 def test_mixers_lines():
     args = ["--rows=1", "--length=16", "--width=16", "--heads=2", "--rounds=1", "--mixer=mlp"]

@@ -26,33 +26,37 @@ if ! python -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>> "
   exit 1
 fi
 
-bench() { # op, backend, other flags
-  local op=$1 backend=$2
-  shift 2
-  echo "$op by $backend $*"
-  if ! timeout 18 python -m tools.bench kernels --op="$op" --backend="$backend" "$@" \
+bench() { # seconds at most, flags
+  local most=$1
+  shift
+  echo "kernels $*"
+  if ! timeout "$most" python -m tools.bench kernels "$@" \
     >> "$out/kernels.jsonl" 2>> "$out/errors.log"; then
     echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
     failed=1
   fi
 }
 
-for dtype in bfloat16 float32; do
-  for backend in gpu triton blocked; do
-    bench prefix_softmax $backend --dtype=$dtype --rows=16
-  done
-  for backend in gpu quadratic; do
-    bench taylor_attention $backend --dtype=$dtype
-  done
-  bench fixed_map_attention blocked --dtype=$dtype
-  bench causal_attention xla --dtype=$dtype
-done
-bench causal_attention cudnn --dtype=bfloat16
-bench prefix_softmax blocked --dtype=bfloat16 --rows=1 --length=65536
-bench taylor_attention chunked --dtype=bfloat16 --rows=1 --length=65536 --direction=forward
+# Backends of one op take turns in one process. First what the answer depends on most.
+prefix=(--op=prefix_softmax --backend=gpu --backend=triton --backend=blocked)
+taylor=(--op=taylor_attention --backend=gpu --backend=quadratic)
+attention=(--op=causal_attention --backend=xla)
+fixed=(--op=fixed_map_attention)
+bench 50 "${prefix[@]}" --dtype=bfloat16 --rows=16
+bench 50 "${taylor[@]}" --dtype=bfloat16
+bench 40 "${attention[@]}" --backend=cudnn --dtype=bfloat16
+bench 30 "${fixed[@]}" --dtype=bfloat16
+bench 40 "${prefix[@]}" --dtype=float32 --rows=16
+bench 40 "${taylor[@]}" --dtype=float32
+# Documents, heads that share their keys, and a length that no block divides.
+awkward=(--dtype=bfloat16 --length=1999 --document=300 --groups=2)
+bench 35 "${prefix[@]}" "${awkward[@]}"
+bench 35 "${taylor[@]}" "${awkward[@]}"
+bench 30 --op=taylor_attention --backend=chunked --dtype=bfloat16 --rows=1 --length=65536 \
+  --direction=forward
 
 echo "mixers"
-timeout 90 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
+timeout 70 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
   > "$out/mixers.jsonl" 2>> "$out/errors.log" || {
   echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
   failed=1
@@ -61,7 +65,7 @@ timeout 90 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16
 if [[ -n ${FLA_PYTHON:-} ]]; then
   echo "flash-linear-attention"
   for rows in 8 16; do
-    timeout 40 "$FLA_PYTHON" -m tools.bench fla --dtype=bfloat16 --rows=$rows \
+    timeout 30 "$FLA_PYTHON" -m tools.bench fla --dtype=bfloat16 --rows=$rows \
       >> "$out/fla.jsonl" 2>> "$out/errors.log" || {
       echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
       failed=1

@@ -96,9 +96,9 @@ class KernelCall:
         whole = 2 * pairs * width * products * self.rows
         if self.op == "causal_attention":
             return whole
-        states = kernels.taylor_flops(10**9, self.heads, self.groups, self.head_size) / 10**9
+        sizes = self.length, self.heads, self.groups, self.head_size
         times = 1 if direction == FORWARD else 3
-        return min(whole, int(times * states * self.length * self.rows))
+        return min(whole, times * kernels.recurrence_flops(*sizes) * self.rows)
 
     def function(self, backend: str, direction: str) -> Callable:
         """(arrays, output's gradient, segments or None) -> output, or that and all gradients."""
@@ -158,18 +158,19 @@ def backends_for(call: KernelCall) -> list[str]:
 
 
 def check(call: KernelCall, backend: str) -> None:
-    """On few rows, heads and positions (of which a recurrence takes several chunks), and with the
-    call's kind of everything else.
+    """On few rows, heads and positions (of which a recurrence takes several chunks), with groups of
+    as many heads up to 3, and with the call's kind of everything else.
 
     Raises:
       ValueError: the backend's output or a gradient is not the reference's.
     """
+    groups = min(call.groups, 2)
     small = dataclasses.replace(
         call,
         rows=2,
         length=min(call.length, 1100),
-        heads=2,
-        groups=1,
+        heads=min(call.heads // call.groups, 3) * groups,
+        groups=groups,
         document=call.document and 70,
     )
     arguments = small.arguments()

@@ -27,7 +27,7 @@ from deconstruct.kernels.backends import (
 )
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.prefix import PrefixState, own_scores, prefix_state_init, prefix_step
-from deconstruct.kernels.taylor import crossover, taylor_flops
+from deconstruct.kernels.taylor import crossover, recurrence_flops, taylor_flops
 from deconstruct.kernels.taylor_recurrence import TaylorState, taylor_state_init, taylor_step
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "prefix_softmax",
     "prefix_state_init",
     "prefix_step",
+    "recurrence_flops",
     "target_platform",
     "taylor_attention",
     "taylor_flops",

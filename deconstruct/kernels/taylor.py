@@ -61,5 +61,10 @@ def taylor_flops(length: int, num_heads: int, num_groups: int, head_size: int) -
     """
     if length < crossover(num_heads, num_groups, head_size, head_size):
         return 4 * length**2 * num_heads * head_size
+    return recurrence_flops(length, num_heads, num_groups, head_size)
+
+
+def recurrence_flops(length: int, num_heads: int, num_groups: int, head_size: int) -> int:
+    """FLOPs of one row's forward by the recurrence."""
     state = num_features(head_size) * (head_size + 1)
     return 2 * length * state * (num_heads + num_groups)

@@ -5,8 +5,9 @@ one read and one write of the bytes that the op must move, by a copy of so many 
 of the products that it must make, at the speed of a large one, whichever is longer; `ratio` is the
 kernel's median time over it. `peers` are other ways to the same function, as ratios of their
 medians to the kernel's: above 1 we are faster. An op's backends, its peers and its floor take
-turns. A backend that differs from the reference is an error, not a line; one that "auto" is advised
-against here is passed over unless it is named.
+turns. A backend that differs from the reference, or that does not run, is an error in place of its
+lines, and the others are measured all the same; one that "auto" is advised against here is passed
+over unless it is named.
 """
 
 import json
@@ -16,6 +17,7 @@ import jax
 from absl import flags
 
 from deconstruct import kernels
+from deconstruct.spec import unknown_name
 from tools import kernel_calls, kernel_flags
 from tools.bench.timing import measure
 from tools.kernel_calls import DIRECTIONS
@@ -23,7 +25,7 @@ from tools.kernel_calls import DIRECTIONS
 flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
 _OPS = flags.DEFINE_multi_enum("op", list(kernels.BACKENDS), list(kernels.BACKENDS), "which")
 _BACKENDS = flags.DEFINE_multi_string(
-    "backend", [], 'which; without it those that "auto" may take here'
+    "backend", [], 'which; of an op that has none of them, those that "auto" may take here'
 )
 _DIRECTIONS = flags.DEFINE_multi_enum("direction", list(DIRECTIONS), list(DIRECTIONS), "which")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each side that count", lower_bound=1)
@@ -31,16 +33,40 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each side that count", low
 
 def main(argv) -> None:
     del argv
+    failures = []
     for op in _OPS.value:
         call = kernel_flags.from_flags(op)
-        backends = _BACKENDS.value or kernel_calls.backends_for(call)
-        for backend in backends:
-            kernel_calls.check(call, backend)
-        for direction in _DIRECTIONS.value:
+        right = []
+        for backend in _named(op) or kernel_calls.backends_for(call):
+            try:
+                kernel_calls.check(call, backend)
+            except ValueError as error:
+                failures.append(str(error))
+            except RuntimeError as error:  # what JAX raises for a compiler or a device
+                failures.append(f"{op} by {backend}: {str(error).splitlines()[0]}")
+            else:
+                right.append(backend)
+        for direction in _DIRECTIONS.value if right else ():
             setting = {
                 "device": jax.devices()[0].device_kind,
                 "cores": os.cpu_count(),
                 "load_average": round(os.getloadavg()[0], 2),
             }
-            for line in measure(call, backends, direction, _ROUNDS.value):
+            for line in measure(call, right, direction, _ROUNDS.value):
                 print(json.dumps({"benchmark": "kernels", **line, **setting}), flush=True)
+    if failures:
+        raise ValueError("; ".join(failures))
+
+
+def _named(op: str) -> list[str]:
+    """The backends of an op that are asked for by name.
+
+    Raises:
+      ValueError: a name that none of the ops has.
+    """
+    for name in _BACKENDS.value:
+        known = [b.name for op in _OPS.value for b in kernels.BACKENDS[op]]
+        if name not in known:
+            raise ValueError(unknown_name("--backend", name, sorted(set(known))))
+    of_op = [backend.name for backend in kernels.BACKENDS[op]]
+    return [name for name in _BACKENDS.value if name in of_op]
