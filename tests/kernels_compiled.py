@@ -17,15 +17,16 @@ DOCUMENTS = {
 SEVERAL = {
     "length": 4500, "heads": 4, "groups": 2, "head_size": 64, "dtype": "bfloat16", "document": 90
 }  # fmt: skip
+PACKED = {**GROUPED, "document": 100}
 LONG = {"length": 16384, "heads": 4, "groups": 4, "head_size": 128, "dtype": "bfloat16"}
 # One of each family sees them all; a relative, what is most likely to differ.
 CALLS = {
     "tpu": {
-        "v5e:2x2": [GROUPED, DOCUMENTS, LONG],
+        "v5e:2x2": [GROUPED, PACKED, DOCUMENTS, LONG],
         "v5p:2x2x1": [GROUPED],
         "v6e:2x2": [GROUPED, DOCUMENTS],
     },
-    "gpu": {"a100:1": [DOCUMENTS, SEVERAL], "h200:1": [GROUPED, DOCUMENTS, SEVERAL]},
+    "gpu": {"a100:1": [DOCUMENTS, SEVERAL], "h200:1": [GROUPED, PACKED, DOCUMENTS, SEVERAL]},
 }
 NOT_OURS = "cudnn"  # its compiler wants the library
 
@@ -37,6 +38,8 @@ for topology, calls in CALLS[platform].items():
             if sizes in (LONG, SEVERAL) and op != "taylor_attention":
                 continue
             call = kernel_calls.KernelCall(op, rows=2, **sizes)
+            if call.document and not kernel_calls.takes_documents(op):
+                continue
             facts = call.facts(platform)
             for backend in kernels.BACKENDS[op]:
                 is_ours = backend.platform == platform and backend.name != NOT_OURS
