@@ -52,7 +52,7 @@ bench 40 "${taylor[@]}" --dtype=float32
 awkward=(--dtype=bfloat16 --length=1999 --document=300 --groups=2)
 bench 35 "${prefix[@]}" "${awkward[@]}"
 bench 35 "${taylor[@]}" "${awkward[@]}"
-bench 30 --op=taylor_attention --backend=chunked --dtype=bfloat16 --rows=1 --length=65536 \
+bench 30 --op=taylor_attention --backend=gpu_chunked --backend=chunked --dtype=bfloat16 --rows=1 --length=65536 \
   --direction=forward
 
 echo "mixers"
