@@ -20,13 +20,16 @@ else:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_threefry_partitionable", True)
 
-# Commands that tests start compile the same few programs again and again: half of a tiny run. They
-# share what they compiled; JAX, which was imported above, reads this for them alone.
+# Commands that tests start compile the same few programs again and again: half of a tiny run. Those
+# of one worker share what they compiled (JAX writes without a lock); JAX, which was imported above,
+# reads this for them alone.
 _COMPILED = "DECONSTRUCT_TESTS_COMPILED"
 _begins = _COMPILED not in os.environ  # a worker finds the folder that its parent made
 if _begins:
     os.environ[_COMPILED] = tempfile.mkdtemp(prefix="deconstruct-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ[_COMPILED]
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ[_COMPILED], os.environ.get("PYTEST_XDIST_WORKER", "main")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 

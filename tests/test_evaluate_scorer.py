@@ -133,6 +133,15 @@ def test_fixed_streams_are_computed_once(monkeypatch):
     assert again != answers
 
 
+def test_a_scorer_of_short_rows_reads_longer_ones_where_asked():
+    model = make_model("fixed_seq_qk", "uniform")
+    requests = make_requests()
+    short = make_scorer(model, max_len=MAX_LEN // 2)
+    assert short.score(requests).num_truncated > 1
+    found = short.score(requests, max_len=MAX_LEN).answers
+    assert_same(found, make_scorer(model).score(requests).answers)
+
+
 def test_a_greedy_continuation_is_known(model):
     prompt = "the cat sat"
     ids = model.tokenizer.encode(prompt).tolist()

@@ -19,6 +19,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 : > "$out/kernels.jsonl"
+: > "$out/mixers.jsonl"
 : > "$out/errors.log"
 rm -f "$out/fla.jsonl"
 if ! python -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>> "$out/errors.log"; then
@@ -26,15 +27,23 @@ if ! python -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>> "
   exit 1
 fi
 
+part() { # seconds at most, file, command
+  local most=$1 file=$2 status=0
+  shift 2
+  timeout "$most" "$@" >> "$out/$file" 2>> "$out/errors.log" || status=$?
+  if [[ $status -eq 124 ]]; then
+    echo "  cut off after $most s" | tee -a "$out/errors.log" >&2
+  elif [[ $status -ne 0 ]]; then
+    echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
+  fi
+  [[ $status -eq 0 ]] || failed=1
+}
+
 bench() { # seconds at most, flags
   local most=$1
   shift
   echo "kernels $*"
-  if ! timeout "$most" python -m tools.bench kernels "$@" \
-    >> "$out/kernels.jsonl" 2>> "$out/errors.log"; then
-    echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
-    failed=1
-  fi
+  part "$most" kernels.jsonl python -m tools.bench kernels "$@"
 }
 
 # Backends of one op take turns in one process. First what the answer depends on most.
@@ -52,24 +61,16 @@ bench 40 "${taylor[@]}" --dtype=float32
 awkward=(--dtype=bfloat16 --length=1999 --document=300 --groups=2)
 bench 35 "${prefix[@]}" "${awkward[@]}"
 bench 35 "${taylor[@]}" "${awkward[@]}"
-bench 30 --op=taylor_attention --backend=gpu_chunked --backend=chunked --dtype=bfloat16 --rows=1 --length=65536 \
-  --direction=forward
+bench 30 --op=taylor_attention --backend=gpu_chunked --backend=chunked --dtype=bfloat16 --rows=1 \
+  --length=65536 --direction=forward
 
 echo "mixers"
-timeout 70 python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
-  > "$out/mixers.jsonl" 2>> "$out/errors.log" || {
-  echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
-  failed=1
-}
+part 70 mixers.jsonl python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16
 
 if [[ -n ${FLA_PYTHON:-} ]]; then
   echo "flash-linear-attention"
   for rows in 8 16; do
-    timeout 30 "$FLA_PYTHON" -m tools.bench fla --dtype=bfloat16 --rows=$rows \
-      >> "$out/fla.jsonl" 2>> "$out/errors.log" || {
-      echo "  failed: $(tail -n 1 "$out/errors.log")" >&2
-      failed=1
-    }
+    part 25 fla.jsonl "$FLA_PYTHON" -m tools.bench fla --dtype=bfloat16 --rows=$rows
   done
 fi
 exit "$failed"

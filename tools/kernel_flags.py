@@ -7,11 +7,16 @@ from tools.kernel_calls import KernelCall, takes_documents
 _ROWS = flags.DEFINE_integer("rows", 8, "rows of a batch", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 2048, "positions of a row", lower_bound=1)
 _HEADS = flags.DEFINE_integer("heads", 8, "heads of queries", lower_bound=1)
-_GROUPS = flags.DEFINE_integer("groups", None, "heads of keys and values; as many without it")
+_GROUPS = flags.DEFINE_integer(
+    "groups", None, "heads of keys and values; as many without it", lower_bound=1
+)
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "numbers of a head", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the arrays")
 _DOCUMENT = flags.DEFINE_integer(
-    "document", 0, "length of documents that do not see each other; 0: rows are whole"
+    "document",
+    0,
+    "length of documents that do not see each other; 0: rows are whole",
+    lower_bound=0,
 )
 _MAKES_SCORES = flags.DEFINE_bool(
     "makes_scores",
@@ -28,8 +33,13 @@ NAMES = [
 
 def from_flags(op: str) -> KernelCall:
     """Raises:
-    ValueError: documents for an op that knows none; scores for one that makes them anyway.
+    ValueError: documents for an op that knows none; scores for one that makes them anyway; groups
+      that do not divide the heads.
     """
+    if _HEADS.value % (_GROUPS.value or 1):
+        raise ValueError(
+            f"--groups={_GROUPS.value} does not divide --heads={_HEADS.value}; give a divisor"
+        )
     if _MAKES_SCORES.value and op != "prefix_softmax":
         raise ValueError(f"--makes_scores: {op} takes queries and keys anyway")
     if _DOCUMENT.value and not takes_documents(op):

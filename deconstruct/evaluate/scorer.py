@@ -93,7 +93,7 @@ class Scorer:
         )
         self.shapes: dict[Shape, None] = {}
         self._score = jax.jit(functools.partial(_score, model.spec, compute))
-        self._streams = jax.jit(functools.partial(_streams, model.spec, compute, self.max_len))
+        self._streams = jax.jit(functools.partial(_streams, model.spec, compute))
         self._stream_states = None
 
     def of(self, params: Mapping[str, Any], fixed: Mapping[str, Any]) -> "Scorer":
@@ -185,9 +185,9 @@ class Scorer:
             return self._score(*weights, self._stream_states, placed)
 
 
-def _streams(spec, compute: Compute, length: int, params, fixed):
+def _streams(spec, compute: Compute, params, fixed):
     """The fixed streams, which no request changes, on every device."""
-    states = decoder.streams(spec, params, fixed, length, compute)
+    states = decoder.streams(spec, params, fixed, spec.max_len, compute)
     return jax.tree.map(sharding.constrain_whole, states)
 
 

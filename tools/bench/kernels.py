@@ -10,8 +10,10 @@ lines, and the others are measured all the same; one that "auto" is advised agai
 over unless it is named.
 """
 
+import functools
 import json
 import os
+from collections.abc import Callable
 
 import jax
 from absl import flags
@@ -20,7 +22,7 @@ from deconstruct import kernels
 from deconstruct.spec import unknown_name
 from tools import kernel_calls, kernel_flags
 from tools.bench.timing import measure
-from tools.kernel_calls import DIRECTIONS
+from tools.kernel_calls import DIRECTIONS, KernelCall
 
 flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
 _OPS = flags.DEFINE_multi_enum("op", list(kernels.BACKENDS), list(kernels.BACKENDS), "which")
@@ -34,28 +36,41 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each side that count", low
 def main(argv) -> None:
     del argv
     failures = []
-    for op in _OPS.value:
-        call = kernel_flags.from_flags(op)
-        right = []
-        for backend in _named(op) or kernel_calls.backends_for(call):
-            try:
-                kernel_calls.check(call, backend)
-            except ValueError as error:
-                failures.append(str(error))
-            except RuntimeError as error:  # what JAX raises for a compiler or a device
-                failures.append(f"{op} by {backend}: {str(error).splitlines()[0]}")
-            else:
-                right.append(backend)
+    for call in [kernel_flags.from_flags(op) for op in _OPS.value]:
+        named = _named(call.op) or kernel_calls.backends_for(call)
+        right = [name for name in named if _succeeds(failures, call, name, kernel_calls.check)]
         for direction in _DIRECTIONS.value if right else ():
-            setting = {
-                "device": jax.devices()[0].device_kind,
-                "cores": os.cpu_count(),
-                "load_average": round(os.getloadavg()[0], 2),
-            }
-            for line in measure(call, right, direction, _ROUNDS.value):
-                print(json.dumps({"benchmark": "kernels", **line, **setting}), flush=True)
+            act = functools.partial(_print, direction)
+            if not _succeeds([], call, right, act):
+                for name in right:  # which of them was it?
+                    _succeeds(failures, call, [name], act)
     if failures:
         raise ValueError("; ".join(failures))
+
+
+def _print(direction: str, call: KernelCall, backends: list[str]) -> None:
+    setting = {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    for line in measure(call, backends, direction, _ROUNDS.value):
+        print(json.dumps({"benchmark": "kernels", **line, **setting}), flush=True)
+
+
+def _succeeds(failures: list[str], call: KernelCall, backends, act: Callable) -> bool:
+    """Whether `act` does; if not, notes why. Each compiler has exceptions of its own."""
+    try:
+        act(call, backends)
+    except ValueError as error:
+        failures.append(str(error))
+    except Exception as error:
+        names = backends if isinstance(backends, str) else ", ".join(backends)
+        first = (str(error).splitlines() or [""])[0]
+        failures.append(f"{call.op} by {names}: {type(error).__name__}: {first}")
+    else:
+        return True
+    return False
 
 
 def _named(op: str) -> list[str]:
