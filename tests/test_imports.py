@@ -52,8 +52,8 @@ EDGES = {
     },
     "validation": {"config", "data", "objective", "setup", "sharding", "step"},
     "run": {
-        "account", "benchmarks", "checkpoint", "config", "data", "flops", "metrics", "resume",
-        "setup", "sharding", "step", "stopping", "tokenizer", "validation",
+        "account", "benchmarks", "checkpoint", "config", "data", "flops", "kernels", "metrics",
+        "resume", "setup", "sharding", "step", "stopping", "tokenizer", "validation",
     },
     "train": {"config", "entry", "host_memory", "mixers", "run"},
 }  # fmt: skip
