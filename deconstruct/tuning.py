@@ -55,8 +55,9 @@ CPU = Tuning(
     # the next size either way takes 6 to 16% longer at 256, 512 and 1,024 positions (measured).
     attention_rows=((256, 64), (1024, 128), (None, 256)),
     recurrence_chunk=512,
-    # With heads of 64 both forms take as long at about 6,000 positions (measured); FLOPs say 4,358.
-    recurrence_cost=1.4,
+    # With heads of 64 both forms take as long at 6,200 positions forward and backward, and at 6,700
+    # forward; at 7,000 the recurrence is faster in both (measured). FLOPs say 4,358.
+    recurrence_cost=1.6,
     # Forward and backward blocks of 16 take 1.4 times as long, of 4 as long (measured).
     prefix_block=8,
     # Two cores compile a shape in about 1.7 s; half of that, for some processes score a list once
