@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from deconstruct import kernels
-from deconstruct.mixers.base import projection_flops, store
+from deconstruct.mixers.base import projection_flops, store, visible
 from deconstruct.mixers.standard import Standard
 
 # Bytes of one layer's map that a decode cache holds at most: 8 heads on 2,048 positions. There, on
@@ -65,8 +65,7 @@ class FixedQK(Standard):
         cache = {"value": jnp.zeros(shape, self.dtype)}
         if not self.keeps_map(self.spec, length):
             return {**cache, "query": q_1SHK, "key": k_1SGK}
-        scores_1HTS = self.dot_scores(q_1SHK, k_1SGK)
-        a_1HTS = self.normalise(scores_1HTS, jnp.tri(length, dtype=bool)[None, None])
+        a_1HTS = self.normalise(self.dot_scores(q_1SHK, k_1SGK), visible(ctx, length))
         return {**cache, "map": jnp.swapaxes(a_1HTS, 1, 2)}
 
     def decode(self, h_B1D, cache, ctx):
