@@ -288,12 +288,15 @@ def test_what_the_data_lacks_is_refused_before_compiling(config_file, tmp_path, 
 
 
 def test_a_sample_is_as_long_as_fits(config_file, tmp_path, capsys):
-    """Fixed streams end at max_len; ids that only the model has are never chosen."""
+    """Fixed streams end at max_len; ids that only the model has are never chosen. The run has said
+    which kernels it took."""
     config = tiny_run.load_config(
         config_file, "rnd_emb_qk,even", num_steps=1, model__vocab_size=2000, log__sample_prompt="a"
     )
     run.train(config, str(tmp_path / "run"))
-    assert "sample: a[" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "sample: a[" in told
+    assert "kernels: causal_attention by xla; fixed_map_attention by blocked\n" in told
     config = dataclasses.replace(
         config, log=dataclasses.replace(config.log, sample_prompt="a b " * 40)
     )
