@@ -96,8 +96,9 @@ def test_a_line_holds_both_sides_and_the_real_step_trains():
 
 def test_a_hybrid_is_held_against_its_flops(monkeypatch):
     monkeypatch.setitem(hybrids.SHAPES, "tiny", TINY)
-    standard, fixed = hybrids.measure("tiny", ["fixed_seq_qk"], "even", 1, 1)
+    standard, fixed, again = hybrids.measure("tiny", ["fixed_seq_qk"], "even", 1, 1)
     assert (standard["plan"], standard["ratio"], standard["flops_ratio"]) == ("uniform", 1, 1)
+    assert (again["mixer"], again["flops_ratio"]) == ("standard", 1) and again["ratio"] > 0
     assert (fixed["mixer"], fixed["plan"]) == ("fixed_seq_qk", "even") and fixed["ms"] > 0
     assert fixed["flops_ratio"] != 1
 

@@ -111,9 +111,18 @@ def _softmax_backward(form, residuals, do_BTHW):
     do_o_BTH = jnp.sum(do_BTHW * o_BTHW.astype(jnp.float32), axis=-1)
     dv_BTHW, p_e_BTH = form.backward(kept, do_BTHW, do_o_BTH)
     v_BTHW = per_head(v_BTGW.astype(jnp.float32), do_BTHW.shape[2])
-    ds_BTH = jnp.sum(v_BTHW * dv_BTHW, axis=-1) - p_e_BTH
+    ds_BTH = _apart(jnp.sum(v_BTHW * dv_BTHW, axis=-1) - p_e_BTH)
     dv_BTGRW = dv_BTHW.reshape(*v_BTGW.shape[:3], -1, v_BTGW.shape[3])
     return ds_BTH, jnp.sum(dv_BTGRW, axis=3).astype(v_BTGW.dtype), None
+
+
+def _apart(x_BTH):
+    """Itself, float32, which whoever multiplies it with q and k reads as it is.
+
+    XLA's sums on a CPU would write it out once for each of a head's numbers, an array as large as q,
+    and they look through an optimization barrier.
+    """
+    return jax.lax.reduce_precision(x_BTH, exponent_bits=8, mantissa_bits=23)
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)

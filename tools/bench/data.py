@@ -25,7 +25,7 @@ from deconstruct import config as config_lib
 from deconstruct.data import prepare, sets
 from deconstruct.data.dataset import PreparedDataset, open_dataset
 from deconstruct.data.mixture import alone, open_mixture
-from tools.bench import corpus, preparing
+from tools.bench import corpus, machine, preparing
 
 PARTS = ("prepare", "memory", "load", "wait")
 LARGE, SMALL = 5_000_000, 1_000_000  # characters of enormous documents
@@ -50,8 +50,7 @@ def main(argv) -> None:
     texts = corpus.read_texts(_SOURCE.value, _TEXT_BYTES.value)
     with tempfile.TemporaryDirectory() as folder:
         for line in measure(texts, pathlib.Path(folder)):
-            setting = {"cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-            print(json.dumps({"benchmark": "data", **line, **setting}), flush=True)
+            print(json.dumps({"benchmark": "data", **line, **machine.setting()}), flush=True)
 
 
 def measure(texts: list[str], folder: pathlib.Path) -> Iterator[dict]:

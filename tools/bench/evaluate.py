@@ -10,7 +10,6 @@ beside its `load_average`.
 
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from absl import flags
 from deconstruct.evaluate import data
 from deconstruct.evaluate.tasks import TASKS
 from deconstruct.tokenizer import load_tokenizer
+from tools.bench import machine
 from tools.bench.peer import EvaluatePeer
 from tools.bench.shapes import SHAPES
 
@@ -57,12 +57,7 @@ def main(argv) -> None:
             ours = scoring.Ours(shape, tokenizer, weights)
             for name, own in documents.items():
                 requests = [TASKS[name].requests(document) for document in own[: _LIMIT.value]]
-                setting = {
-                    "benchmark": "evaluate",
-                    "task": name,
-                    "documents": len(requests),
-                    "cores": os.cpu_count(),
-                    "load_average": round(os.getloadavg()[0], 2),
-                }
+                about = {"benchmark": "evaluate", "task": name, "documents": len(requests)}
+                setting = about | machine.setting()
                 result = scoring.measure(ours, peer, requests, trials, _ROUNDS.value)
                 print(json.dumps(setting | result), flush=True)

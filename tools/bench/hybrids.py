@@ -8,14 +8,13 @@ take turns.
 """
 
 import json
-import os
 import statistics
 
 from absl import flags
 
 from deconstruct.mixers import MIXERS
 from deconstruct.spec import PLANS, STANDARD
-from tools.bench import compare, train_flags
+from tools.bench import compare, machine, train_flags
 from tools.bench.ours import Ours
 from tools.bench.shapes import SHAPES
 
@@ -30,27 +29,25 @@ def main(argv) -> None:
     turns = train_flags.ROUNDS.value, train_flags.STEPS.value
     for name in train_flags.SHAPE.value:
         for line in measure(name, _MIXERS.value, _PLAN.value, *turns):
-            setting = {"cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-            print(json.dumps({"benchmark": "hybrids", **line, **setting}), flush=True)
+            print(json.dumps({"benchmark": "hybrids", **line, **machine.setting()}), flush=True)
 
 
 def measure(name: str, mixers: list[str], plan: str, rounds: int, steps: int) -> list[dict]:
-    """A line a mixer, the standard model first."""
+    """A line a mixer, the standard model first and again last."""
     shape = SHAPES[name]
-    models = {STANDARD: Ours(shape)} | {mixer: Ours(shape, mixer, plan) for mixer in mixers}
-    sides = {mixer: model.steps for mixer, model in models.items()}
-    medians = {
-        mixer: statistics.median(milliseconds)
-        for mixer, milliseconds in compare.alternate(sides, rounds=rounds, runs=steps).items()
-    }
+    sides = [(STANDARD, "uniform"), *((mixer, plan) for mixer in mixers), (STANDARD, "uniform")]
+    models = [Ours(shape, *side) for side in sides]
+    contenders = {str(number): model.steps for number, model in enumerate(models)}
+    times = compare.alternate(contenders, rounds=rounds, runs=steps)
+    medians = [statistics.median(milliseconds) for milliseconds in times.values()]
     return [
         {
             "shape": name,
             "mixer": mixer,
-            "plan": "uniform" if mixer == STANDARD else plan,
-            "ms": round(medians[mixer], 1),
-            "ratio": round(medians[mixer] / medians[STANDARD], 3),
-            "flops_ratio": round(model.flops / models[STANDARD].flops, 3),
+            "plan": plan,
+            "ms": round(median, 1),
+            "ratio": round(median / medians[0], 3),
+            "flops_ratio": round(model.flops / models[0].flops, 3),
         }
-        for mixer, model in models.items()
+        for (mixer, plan), model, median in zip(sides, models, medians, strict=True)
     ]

@@ -12,7 +12,6 @@ over unless it is named.
 
 import functools
 import json
-import os
 from collections.abc import Callable
 
 import jax
@@ -21,6 +20,7 @@ from absl import flags
 from deconstruct import kernels
 from deconstruct.spec import unknown_name
 from tools import kernel_calls, kernel_flags
+from tools.bench import machine
 from tools.bench.timing import measure
 from tools.kernel_calls import DIRECTIONS, KernelCall
 
@@ -49,11 +49,7 @@ def main(argv) -> None:
 
 
 def _print(direction: str, call: KernelCall, backends: list[str]) -> None:
-    setting = {
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
+    setting = {"device": jax.devices()[0].device_kind, **machine.setting()}
     for line in measure(call, backends, direction, _ROUNDS.value):
         print(json.dumps({"benchmark": "kernels", **line, **setting}), flush=True)
 

@@ -7,7 +7,6 @@ formulas (`deconstruct/flops.py`), which count causal attention as full squares.
 """
 
 import json
-import os
 import statistics
 
 import jax
@@ -17,7 +16,7 @@ from absl import flags
 from deconstruct import flops
 from deconstruct.mixers import MIXERS, MixerContext, options_of, resolve
 from deconstruct.spec import STANDARD, ModelSpec, plan_layers
-from tools.bench import compare
+from tools.bench import compare, machine
 from tools.bench.timing import timed
 
 _MIXERS = flags.DEFINE_multi_enum("mixer", sorted(MIXERS), sorted(MIXERS), "which")
@@ -32,11 +31,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each mixer that count", lo
 def main(argv) -> None:
     del argv
     for line in measure(dict.fromkeys([STANDARD, *_MIXERS.value]), _ROUNDS.value):
-        setting = {
-            "device": jax.devices()[0].device_kind,
-            "cores": os.cpu_count(),
-            "load_average": round(os.getloadavg()[0], 2),
-        }
+        setting = {"device": jax.devices()[0].device_kind, **machine.setting()}
         print(json.dumps({"benchmark": "mixers", **line, **setting}), flush=True)
 
 

@@ -88,13 +88,20 @@ class TrainPeer(Peer):
       loss: of its last step.
     """
 
-    def __init__(self, python: str, shape: Shape, *, keep_pages: bool = False):
+    def __init__(
+        self, python: str, shape: Shape, *, keep_pages: bool = False, compiled: bool = False
+    ):
         """Args:
         python: a Python that has torch and transformers.
         shape: what it runs.
         keep_pages: whether it gets `host_memory.keep_pages`, as ours does.
+        compiled: whether it gets torch.compile.
         """
-        request = {**dataclasses.asdict(shape), "keep_pages": keep_pages}
+        request = {
+            "shape": dataclasses.asdict(shape),
+            "keep_pages": keep_pages,
+            "compiled": compiled,
+        }
         super().__init__(python, "peer_qwen2", request, ("requirements-peers.txt",))
         self.loss: float | None = None
 

@@ -1,8 +1,8 @@
-"""The peer of `tools.bench train`: `Qwen2ForCausalLM` of transformers, PyTorch eager, fused AdamW.
+"""The peer of `tools.bench train`: `Qwen2ForCausalLM` of transformers on PyTorch, fused AdamW.
 
-A program of its own, started by `peer.py` with a Python that has torch. Its argument is the shape
-as JSON; it answers one JSON line about itself and then, for each line N, the milliseconds of each
-of N train steps (float32, gradients clipped) and the last loss.
+A program of its own, started by `peer.py` with a Python that has torch. Its argument is JSON, what
+`peer.TrainPeer` asks; it answers one JSON line about itself and then, for each line N, the
+milliseconds of each of N train steps (float32, gradients clipped) and the last loss.
 """
 
 import json
@@ -19,10 +19,10 @@ from tools.bench import shapes
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    if request.pop("keep_pages"):
+    if request["keep_pages"]:
         host_memory.keep_pages()
     torch.manual_seed(0)
-    shape = shapes.Shape(**request)
+    shape = shapes.Shape(**request["shape"])
     model = build(shape).train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -36,12 +36,15 @@ def main() -> None:
         0, shape.vocab_size, (shape.batch_size, shape.length + 1)
     )
     tokens_BT = torch.from_numpy(ids[:, :-1])
+    way = "compiled" if request["compiled"] else "eager"
     about = {
         "peer": f"transformers {transformers.__version__} Qwen2ForCausalLM, torch "
-        f"{torch.__version__} eager, {model.config._attn_implementation} attention, fused AdamW",
+        f"{torch.__version__} {way}, {model.config._attn_implementation} attention, fused AdamW",
         "parameters": sum(p.numel() for p in model.parameters()),
         "threads": torch.get_num_threads(),
     }
+    if request["compiled"]:
+        model = torch.compile(model)
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
         times = [step(model, optimizer, tokens_BT) for _ in range(int(line))]

@@ -1,20 +1,20 @@
 """A train step against PyTorch's: `python -m tools.bench train`.
 
 Both train the same Qwen2 shape on the same random rows in float32 on CPU, taking turns in one run;
-`ratio` is the peer's median step time over ours, so above 1 we are faster. The peer has PyTorch's
-own allocator settings unless `--peer_keep_pages`. Read a ratio beside its `load_average`: where
-other programs want the cores, PyTorch's threads wait for each other and the ratio flatters us.
+`ratio` is the peer's median step time over ours, so above 1 we are faster. The peer runs eagerly
+with PyTorch's own allocator settings unless `--peer_compile` and `--peer_keep_pages`. Read a ratio
+beside its `processor`, whose maker decides how fast PyTorch's products are, and its `load_average`:
+where other programs want the cores, PyTorch's threads wait for each other, which flatters us.
 """
 
 import dataclasses
 import json
-import os
 import statistics
 import sys
 
 from absl import flags
 
-from tools.bench import compare, train_flags
+from tools.bench import compare, machine, train_flags
 from tools.bench.peer import TrainPeer
 from tools.bench.shapes import SHAPES
 
@@ -25,28 +25,25 @@ _PEER_PYTHON = flags.DEFINE_string(
 _PEER_KEEP_PAGES = flags.DEFINE_bool(
     "peer_keep_pages", False, "give the peer deconstruct.host_memory.keep_pages, as ours has"
 )
+_PEER_COMPILE = flags.DEFINE_bool("peer_compile", False, "give the peer torch.compile (needs g++)")
 
 
 def main(argv) -> None:
     del argv
     for name in train_flags.SHAPE.value:
-        shape, load_average = SHAPES[name], round(os.getloadavg()[0], 2)
-        with TrainPeer(_PEER_PYTHON.value, shape, keep_pages=_PEER_KEEP_PAGES.value) as peer:
+        shape, setting = SHAPES[name], machine.setting()
+        with TrainPeer(
+            _PEER_PYTHON.value,
+            shape,
+            keep_pages=_PEER_KEEP_PAGES.value,
+            compiled=_PEER_COMPILE.value,
+        ) as peer:
             from tools.bench.ours import Ours  # JAX, after keep_pages and a peer that is there
 
             result = measure(Ours(shape), peer, train_flags.ROUNDS.value, train_flags.STEPS.value)
-        setting = {
-            "peer_keeps_pages": _PEER_KEEP_PAGES.value,
-            "cores": os.cpu_count(),
-            "load_average": load_average,
-        }
-        print(
-            json.dumps(
-                {"benchmark": "train", "shape": name, **dataclasses.asdict(shape), **result}
-                | setting
-            ),
-            flush=True,
-        )
+        about = {"benchmark": "train", "shape": name, **dataclasses.asdict(shape)}
+        asked = {"peer_keeps_pages": _PEER_KEEP_PAGES.value}
+        print(json.dumps(about | result | asked | setting), flush=True)
 
 
 def measure(ours, peer, rounds: int, steps: int) -> dict:
