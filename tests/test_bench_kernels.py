@@ -128,7 +128,8 @@ def test_what_runs_is_measured_beside_what_does_not():
     status, lines, told = run_kernels("--op=causal_attention", "--backend=cudnn", "--backend=xla")
     assert status == 1 and [line["backend"] for line in lines] == ["xla"]
     assert told == (
-        "error: causal_attention cannot run with backend 'cudnn': it is written for a gpu\n"
+        "error: causal_attention cannot run with backend 'cudnn': it is written for a gpu "
+        "('auto' takes one that can)\n"
     )
 
 

@@ -198,7 +198,7 @@ def test_a_real_run(tmp_path):
     with Session(refused, tmp_path / "refused") as session:
         status, lines = session.ends(300)
     assert status == 1
-    assert "error: --context_lengths=64: the model was trained on 32" in lines
+    assert "error: --context_lengths=64: the model was trained on 32; give at most that" in lines
     watching = command(tmp_path / "run", bin, *given, "--context_lengths=8,16")
     with Session(watching, tmp_path / "log") as session:
         assert session.ends(300)[0] == 0

@@ -41,9 +41,11 @@ def from_flags(op: str) -> KernelCall:
             f"--groups={_GROUPS.value} does not divide --heads={_HEADS.value}; give a divisor"
         )
     if _MAKES_SCORES.value and op != "prefix_softmax":
-        raise ValueError(f"--makes_scores: {op} takes queries and keys anyway")
+        raise ValueError(f"--makes_scores: {op} takes queries and keys anyway; leave it out")
     if _DOCUMENT.value and not takes_documents(op):
-        raise ValueError(f"--document={_DOCUMENT.value}: {op} has the same map for all rows")
+        raise ValueError(
+            f"--document={_DOCUMENT.value}: {op} has the same map for all rows; name other ops"
+        )
     return KernelCall(
         op,
         rows=_ROWS.value,

@@ -53,7 +53,10 @@ def main(argv) -> None:
 
     scorer = load_scorer()
     if lengths and max(lengths) > (longest := scorer.model.spec.max_len):
-        raise ValueError(f"--context_lengths={max(lengths)}: the model was trained on {longest}")
+        raise ValueError(
+            f"--context_lengths={max(lengths)}: the model was trained on {longest}; give at most "
+            "that"
+        )
     settings = settings_of(scorer, documents)
     progress_file = output.with_name(f"{output.name}.partial")
     results = run.evaluate(

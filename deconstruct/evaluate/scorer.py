@@ -81,7 +81,9 @@ class Scorer:
         self.model, self.mesh, self.compute, self.lead = model, mesh, compute, lead
         self.max_len = model.spec.max_len if max_len is None else max_len
         if not 1 <= self.max_len <= model.spec.max_len:
-            raise ValueError(f"max_len={max_len}: the model was trained on {model.spec.max_len}")
+            raise ValueError(
+                f"max_len={max_len}: the model was trained on {model.spec.max_len}; give 1 to that"
+            )
         shards = sharding.batch_shards(mesh)
         defaults = tuning.of(mesh.devices.flat[0].platform)
         self._limits = batching.Limits(
@@ -141,7 +143,7 @@ class Scorer:
         if not np.all(np.isfinite(sums)):
             raise ValueError(
                 "a log-likelihood is no finite number: the weights are broken, or too large for "
-                f"{jnp.dtype(self.compute.dtype)}"
+                f"{jnp.dtype(self.compute.dtype)}; score in float32, or an earlier checkpoint"
             )
         answers = {
             request: Answer(float(total), bool(best) and not isinstance(request, Whole))

@@ -236,9 +236,14 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
     batch, length, groups, value_size = v_BTGW.shape
     heads, key_size = heads_and_key_size
     if 0 in (*v_BTGW.shape, heads, key_size):
-        raise ValueError(f"{op}: nothing to attend to: v has shape {v_BTGW.shape}, {heads} heads")
+        raise ValueError(
+            f"{op}: nothing to attend to: v has shape {v_BTGW.shape}, {heads} heads; none may be 0"
+        )
     if heads % groups:
-        raise ValueError(f"{op}: {groups} key/value groups do not divide {heads} heads")
+        raise ValueError(
+            f"{op}: {groups} key/value groups do not divide {heads} heads; give as many, or a "
+            "divisor"
+        )
     _check_dtypes(op, arrays)
     of_one = shards.sizes_of_one(batch, heads, groups)
     call = Call(

@@ -166,7 +166,9 @@ def _find(backends: tuple[Backend, ...], call: Call, name: str) -> Backend:
         raise ValueError(unknown_name(f"backend of {call.op}", name, [AUTO, *by_name]))
     reason = by_name[name].refusal(call)
     if reason:
-        raise ValueError(f"{call.op} cannot run with backend {name!r}: {reason}")
+        raise ValueError(
+            f"{call.op} cannot run with backend {name!r}: {reason} ({AUTO!r} takes one that can)"
+        )
     return by_name[name]
 
 

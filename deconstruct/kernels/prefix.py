@@ -119,8 +119,8 @@ def _softmax_backward(form, residuals, do_BTHW):
 def _apart(x_BTH):
     """Itself, float32, which whoever multiplies it with q and k reads as it is.
 
-    XLA's sums on a CPU would write it out once for each of a head's numbers, an array as large as q,
-    and they look through an optimization barrier.
+    On a CPU XLA's sum would write it out once for each number of a head, as large as q, and looks
+    through an optimization barrier.
     """
     return jax.lax.reduce_precision(x_BTH, exponent_bits=8, mantissa_bits=23)
 
