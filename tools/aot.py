@@ -70,16 +70,21 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
         seconds = {"trace": traced - begun, "compile": time.perf_counter() - traced}
         code = gpu_code.kernels(dumped, chip.capability) if dumped else None
     least_flops = call.least_flops(kernel_calls.BOTH)
-    report = _report(compiled, needed, chip, least_flops or 1)
-    report.pop("collective_bytes", None)
-    report["flops"] = {"compiled": report["flops"].get("compiled"), "least": least_flops}
+    least_bytes = call.least_bytes(kernel_calls.BOTH)
+    products = endless = moved = None
     if compiled is not None:
-        costs = compiled.cost_analysis() or {}
-        least = call.least_bytes(kernel_calls.BOTH)
-        report["bytes"] = {"compiled": costs.get("bytes accessed"), "least": least}
-        report["at_least_seconds"] = {
-            "products": least_flops / chip.peak_flops, "bytes": least / chip.bandwidth,
-        }  # fmt: skip
+        found = hlo.costs(compiled.as_text())
+        products, endless = found.flops, found.endless_loops
+        moved = (compiled.cost_analysis() or {}).get("bytes accessed")
+    report = {
+        "memory": _memory(compiled, needed, chip),
+        "flops": {"compiled": products, "least": least_flops},
+        "bytes": {"compiled": moved, "least": least_bytes},
+        "at_least_seconds": {
+            "products": least_flops / chip.peak_flops, "bytes": least_bytes / chip.bandwidth,
+        },
+        "loops_of_unknown_length": endless,
+    }  # fmt: skip
     return {
         "device": chip.device_kind,
         "backend": backend,
@@ -145,11 +150,11 @@ def _compile(lowered, options=None) -> tuple[jax.stages.Compiled | None, int | N
 
 
 def _report(compiled, needed: int | None, chip: slices.Chip, formula: float) -> dict:
+    """Of a step."""
+    memory = _memory(compiled, needed, chip)
     if compiled is None:
-        memory = {"peak": needed, "of_chip": chip.memory, "fits": False}
         return {"memory": memory, "flops": {"formula": formula}}
-    memory, found = _memory(compiled, chip), hlo.costs(compiled.as_text())
-    state = memory["arguments"] + memory["output"]
+    found, state = hlo.costs(compiled.as_text()), memory["arguments"] + memory["output"]
     return {
         "memory": memory,
         "flops": {"compiled": found.flops, "formula": formula, "ratio": found.flops / formula},
@@ -161,12 +166,14 @@ def _report(compiled, needed: int | None, chip: slices.Chip, formula: float) -> 
     }  # fmt: skip
 
 
-def _memory(compiled, chip: slices.Chip) -> dict:
+def _memory(compiled, needed: int | None, chip: slices.Chip) -> dict:
     """Bytes of one device.
 
     The peak is all that lies there side by side: arguments, what the output does not put in their
-    place, temporaries, code.
+    place, temporaries, code; of a program that is too large, the bytes that its compiler named.
     """
+    if compiled is None:
+        return {"peak": needed, "of_chip": chip.memory, "fits": False}
     found = compiled.memory_analysis()
     arguments, output = found.argument_size_in_bytes, found.output_size_in_bytes
     beside = output - found.alias_size_in_bytes

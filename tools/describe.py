@@ -140,12 +140,11 @@ def _mixer_lines(
     precomputed = paper.PRINTED_FLOPS_OF_PRECOMPUTED_MAPS.get(layer.mixer, {})
     yield f"  {layer.mixer}" + (f": time of order {printed.time}" if printed else "")
     prefill = flops.mixer_flops(spec, layer, 1, length), None
-    decode = flops.mixer_decode_flops(spec, layer, length), None
-    if mixers.MIXERS[layer.mixer].keeps_map(spec, length):
-        decode = decode[::-1]
+    decode = flops.mixer_decode_flops(spec, layer, length)
+    reads_map = mixers.MIXERS[layer.mixer].keeps_map(spec, length)
     for what, field, (ours, by_map) in (
         ("prefill FLOPs", "prefill_flops", prefill),
-        ("decode FLOPs", "decode_flops", decode),
+        ("decode FLOPs", "decode_flops", (None, decode) if reads_map else (decode, None)),
     ):
         yield line(what, ours, by_paper(field))
         if field in precomputed:
