@@ -94,19 +94,23 @@ def test_vocabulary_left_to_data_that_is_not_there(tmp_path):
 
 
 def test_fixed_maps_and_what_the_rows_share():
-    """Per layer 2048 x 896 values a row and as many queries and keys for all rows, bfloat16."""
+    """Per layer 2048 x 896 values a row in bfloat16, and for all rows 14 maps in float32."""
     text = describe_paper("500m", "rnd_emb_qk", "uniform")
     lines = [
         " ".join(line.split()) for line in text.partition("one mixer on one row")[2].split("\n")
     ]
-    for before, printed in (("prefill", "2L^2d + 2BLd^2"), ("decode", "2BLd + 2d^2")):
+    decode = 2 * 2048 * 896 + 2 * (2 * 896**2)  # one row of the maps; values and output
+    for before, ours, printed in (
+        ("prefill", "-", "2L^2d + 2BLd^2"),
+        ("decode", f"{decode:.3e}", "2BLd + 2d^2"),
+    ):
         value = paper.evaluate(printed, B=1, L=2048, d=896, h=14, t=1)
         (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{before} FLOPs")]
-        assert lines[at + 1] == f"maps precomputed ours - paper {value:.3e} {printed}"
-    row, paper_cache = 2 * 2048 * 896, 2 * (1 + 1) * 2048 * 896
+        assert lines[at + 1] == f"maps precomputed ours {ours} paper {value:.3e} {printed}"
+    row, maps, paper_cache = 2 * 2048 * 896, 4 * 14 * 2048**2, 2 * (1 + 1) * 2048 * 896
     assert lines[-2:] == [
-        f"cache bytes ours {3 * row:.3e} paper {paper_cache:.3e} 2(B+1)Ld",
-        f"of these {row:.3e} for each row, {2 * row:.3e} once for all rows",
+        f"cache bytes ours {row + maps:.3e} paper {paper_cache:.3e} 2(B+1)Ld",
+        f"of these {row:.3e} for each row, {maps:.3e} once for all rows",
     ]
     assert "once for all rows" not in describe_paper("500m", "approximate", "even")
 
