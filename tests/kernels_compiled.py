@@ -17,16 +17,17 @@ DOCUMENTS = {
 SEVERAL = {
     "length": 4500, "heads": 4, "groups": 2, "head_size": 64, "dtype": "bfloat16", "document": 90
 }  # fmt: skip
+ODD = {**DOCUMENTS, "dtype": "bfloat16"}
 PACKED = {**GROUPED, "document": 100}
 LONG = {"length": 16384, "heads": 4, "groups": 4, "head_size": 128, "dtype": "bfloat16"}
 # One of each family sees them all; a relative, what is most likely to differ.
 CALLS = {
     "tpu": {
-        "v5e:2x2": [GROUPED, PACKED, DOCUMENTS, LONG],
-        "v5p:2x2x1": [GROUPED],
+        "v5e:2x2": [GROUPED, PACKED, DOCUMENTS, ODD, LONG],
+        "v5p:2x2x1": [GROUPED, DOCUMENTS],
         "v6e:2x2": [GROUPED, DOCUMENTS],
     },
-    "gpu": {"a100:1": [DOCUMENTS, SEVERAL], "h200:1": [GROUPED, PACKED, DOCUMENTS, SEVERAL]},
+    "gpu": {"a100:1": [DOCUMENTS, ODD, SEVERAL], "h200:1": [GROUPED, PACKED, DOCUMENTS, SEVERAL]},
 }
 NOT_OURS = "cudnn"  # its compiler wants the library
 

@@ -243,6 +243,16 @@ def test_an_unknown_benchmark_is_an_error_with_the_names():
     assert done.stderr == f"error: no benchmark 'trian'; there are: {known}\n"
 
 
+@pytest.mark.parametrize("flag", ["--groups=2", "--document=0", "--makes_scores"])
+def test_what_the_gpus_peer_knows_nothing_of_is_refused(flag):
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "fla", flag], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    name = flag.partition("=")[0]
+    assert done.stderr == f"error: {name}: these kernels know nothing of it; leave it out\n"
+
+
 def run_data_benchmark(source, *arguments):
     """Its lines, of tiny texts."""
     sizes = ["--tokenizer=bpe:300", "--text_bytes=40000", "--max_len=32", "--rounds=1"]

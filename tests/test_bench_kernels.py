@@ -91,10 +91,12 @@ def test_a_wrong_backend_is_not_measured(op, monkeypatch):
         kernel_calls.check(call, "wrong")
 
 
-@pytest.mark.parametrize("op", ["causal_attention", "prefix_softmax"])
+@pytest.mark.parametrize("op", [*kernels.BACKENDS, "prefix_softmax of q, k and v"])
 @pytest.mark.parametrize("direction", [FORWARD, BOTH])
 def test_peers_are_the_same_function(op, direction):
-    call = KernelCall(op, **{**SIZES, "dtype": "float32"})
+    op, _, makes_scores = op.partition(" of ")
+    sizes = {**SIZES, "dtype": "float32"}
+    call = KernelCall(op, **sizes, makes_scores=bool(makes_scores))
     wanted = call.function("reference", direction)(*call.arguments())
     (peer,) = floors.peers(call, direction).values()
     found = peer(*call.arguments())
@@ -110,6 +112,14 @@ def test_a_line():
     for line in lines:
         assert line["op"] == "prefix_softmax" and len(line["peers"]) == 1
         assert line["ms"] >= 0 and line["ratio"] > 0
+        assert line["bytes"] >= line["least_bytes"] and line["flops"] == 0
+
+
+def test_what_the_kernel_itself_multiplies():
+    """Forms that mask the half above the diagonal in blocks multiply a part of it."""
+    call = KernelCall("causal_attention", **{**SIZES, "length": 200, "dtype": "float32"})
+    (line,) = timing.measure(call, ["xla"], BOTH, rounds=1)
+    assert line["least_flops"] < line["flops"] <= 2 * line["least_flops"]
 
 
 def run_kernels(*args):

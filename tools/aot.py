@@ -63,6 +63,7 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
         begun = time.perf_counter()
         stack.enter_context(kernels.target_platform(chip.platform, chip.capability))
         stack.enter_context(jax.set_mesh(mesh))
+        chosen = stack.enter_context(kernels.watch_choices())
         function = jax.jit(call.function(backend, kernel_calls.BOTH))
         lowered = function.lower(*call.abstract(whole))
         traced = time.perf_counter()
@@ -87,7 +88,7 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
     }  # fmt: skip
     return {
         "device": chip.device_kind,
-        "backend": backend,
+        "backend": ", ".join(sorted(chosen[call.op])),
         **dataclasses.asdict(call),
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         **report,

@@ -65,7 +65,11 @@ bench 30 --op=taylor_attention --backend=gpu_chunked --backend=chunked --dtype=b
   --length=65536 --direction=forward
 
 echo "mixers"
-part 70 mixers.jsonl python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16
+for names in "approximate non_approximate rnd_emb_qk" "fixed_seq_qk static_emb_qk mlp"; do
+  # shellcheck disable=SC2086 (a word each)
+  part 35 mixers.jsonl python -m tools.bench mixers --dtype=bfloat16 --width=1024 --heads=16 \
+    $(printf -- '--mixer=%s ' $names)
+done
 
 if [[ -n ${FLA_PYTHON:-} ]]; then
   echo "flash-linear-attention"

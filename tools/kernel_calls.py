@@ -142,6 +142,10 @@ class KernelCall:
         return arrays, normal(keys[-1], self.output), segments
 
 
+# Positions that `check` needs at most: of several blocks, and of several chunks of the recurrence.
+_MANY = dict.fromkeys(kernels.BACKENDS, 1100) | {"taylor_attention": 2200}
+
+
 def takes_documents(op: str) -> bool:
     return op != "fixed_map_attention"
 
@@ -158,8 +162,9 @@ def backends_for(call: KernelCall) -> list[str]:
 
 
 def check(call: KernelCall, backend: str) -> None:
-    """On few rows, heads and positions (of which a recurrence takes several chunks), with groups of
-    as many heads up to 3, and with the call's kind of everything else.
+    """On few rows, heads and positions (of which every recurrence takes several chunks).
+
+    Groups are of as many heads, up to 3, and all else is of the call's kind.
 
     Raises:
       ValueError: the backend's output or a gradient is not the reference's.
@@ -168,7 +173,7 @@ def check(call: KernelCall, backend: str) -> None:
     small = dataclasses.replace(
         call,
         rows=2,
-        length=min(call.length, 1100),
+        length=min(call.length, _MANY[call.op]),
         heads=min(call.heads // call.groups, 3) * groups,
         groups=groups,
         document=call.document and 70,

@@ -22,6 +22,9 @@ _ROUNDS = flags.DEFINE_integer("rounds", 20, "runs of each that count", lower_bo
 
 def main(argv) -> None:
     del argv
+    for name in ("groups", "document", "makes_scores"):
+        if flags.FLAGS[name].present:
+            raise ValueError(f"--{name}: these kernels know nothing of it; leave it out")
     torch, ops = _packages()
     for op, peer in (("taylor_attention", _based), ("prefix_softmax", _rwkv4)):
         call = kernel_flags.from_flags(op)

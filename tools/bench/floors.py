@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from deconstruct import kernels
 from tools.kernel_calls import FORWARD, KernelCall
 
 _SIDE = 2048
@@ -26,12 +27,16 @@ def product() -> tuple[Callable, jax.Array]:
 
 def peers(call: KernelCall, direction: str) -> dict[str, Callable]:
     """Name -> a function of the kernel's own arguments; for rows without isolated documents."""
-    if call.document or call.makes_scores:
+    if call.document:
         return {}
     forms = {
         "causal_attention": {"jax.nn.dot_product_attention": _attention},
-        "prefix_softmax": {"jnp.cumsum, which overflows": _sums},
-    }.get(call.op, {})
+        "taylor_attention": {"the whole map": _whole_map},
+        "prefix_softmax": {
+            "jnp.cumsum, which overflows": _sums_of_scores if call.makes_scores else _sums
+        },
+        "fixed_map_attention": {"jax.nn.dot_product_attention": _attention_of_all_rows},
+    }[call.op]
 
     def both(forward):
         def run(arrays, gradient, _):
@@ -47,6 +52,28 @@ def peers(call: KernelCall, direction: str) -> dict[str, Callable]:
 
 def _attention(q_BTHK, k_BTGK, v_BTGK):
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True)
+
+
+def _attention_of_all_rows(q_LHK, k_LGK, v_BTGW):
+    """As a model without the op would: each row makes the map anew."""
+    batch, length = v_BTGW.shape[:2]
+    q_BTHK, k_BTGK = (jnp.broadcast_to(x, (batch, *x.shape)) for x in (q_LHK, k_LGK))
+    return _attention(q_BTHK[:, :length], k_BTGK[:, :length], v_BTGW)
+
+
+def _whole_map(q_BTHK, k_BTGK, v_BTGW):
+    """1 + x + x^2/2 of all scores, masked and normalised."""
+    groups, length = v_BTGW.shape[2], v_BTGW.shape[1]
+    q_BTGRK = q_BTHK.reshape(*q_BTHK.shape[:2], groups, -1, q_BTHK.shape[3])
+    x_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) * q_BTHK.shape[3] ** -0.5
+    w_BGRTS = jnp.where(jnp.tri(length, dtype=bool), 1 + x_BGRTS + x_BGRTS**2 / 2, 0)
+    a_BGRTS = w_BGRTS / jnp.sum(w_BGRTS, axis=-1, keepdims=True)
+    o_BTGRW = jnp.einsum("bgrts,bsgw->btgrw", a_BGRTS, v_BTGW)
+    return o_BTGRW.reshape(*q_BTHK.shape[:3], -1)
+
+
+def _sums_of_scores(q_BTHK, k_BTGK, v_BTGW):
+    return _sums(kernels.own_scores(q_BTHK, k_BTGK), v_BTGW)
 
 
 def _sums(s_BTH, v_BTGW):

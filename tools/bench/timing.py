@@ -8,13 +8,14 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
+from tools import hlo
 from tools.bench import compare, floors
 from tools.kernel_calls import KernelCall
 
 
 def timed(function: Callable, *arguments) -> compare.Contender:
-    """Runs the compiled function, waits for it, and tells how long that took."""
-    compiled = jax.jit(function)
+    """Runs the function, compiled if it is not yet, waits for it, and tells how long that took."""
+    compiled = function if isinstance(function, jax.stages.Compiled) else jax.jit(function)
 
     def run(number: int) -> list[float]:
         found = []
@@ -31,7 +32,11 @@ def measure(call: KernelCall, backends: list[str], direction: str, rounds: int) 
     """What the lines say, one a backend, but for where they were measured."""
     arguments = call.arguments()
     moved, flops = call.least_bytes(direction), call.least_flops(direction)
-    sides = {name: timed(call.function(name, direction), *arguments) for name in backends}
+    programs = {
+        name: jax.jit(call.function(name, direction)).lower(*arguments).compile()
+        for name in backends
+    }
+    sides = {name: timed(program, *arguments) for name, program in programs.items()}
     sides["a copy"] = timed(*floors.copy(moved))
     if flops:
         sides["a product"] = timed(*floors.product())
@@ -57,10 +62,17 @@ def measure(call: KernelCall, backends: list[str], direction: str, rounds: int) 
             "ratio": round(times[name] / floor, 2),
             "least_bytes": moved,
             "least_flops": flops,
+            **_counted(programs[name]),
             "peers": {peer: round(times[peer] / times[name], 2) for peer in peers},
         }
         for name in backends
     ]
+
+
+def _counted(program: jax.stages.Compiled) -> dict:
+    """Bytes and FLOPs as the compiler counts them; a kernel of ours it does not look into."""
+    moved = (program.cost_analysis() or {}).get("bytes accessed")
+    return {"bytes": moved and int(moved), "flops": hlo.costs(program.as_text()).flops}
 
 
 def _runs(name: str, side: compare.Contender) -> bool:
