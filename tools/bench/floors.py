@@ -9,6 +9,7 @@ from deconstruct import kernels
 from tools.kernel_calls import FORWARD, KernelCall
 
 _SIDE = 2048
+_LARGEST_MAP = 2**31  # bytes, for peers that hold all scores in memory, several times over
 PRODUCT_FLOPS = 2 * _SIDE**3
 
 
@@ -26,8 +27,12 @@ def product() -> tuple[Callable, jax.Array]:
 
 
 def peers(call: KernelCall, direction: str) -> dict[str, Callable]:
-    """Name -> a function of the kernel's own arguments; for rows without isolated documents."""
-    if call.document:
+    """Name -> a function of the kernel's own arguments; for rows without isolated documents.
+
+    None of those whose map would be too large.
+    """
+    holds_map = call.op != "prefix_softmax"
+    if call.document or (holds_map and 4 * call.rows * call.heads * call.length**2 > _LARGEST_MAP):
         return {}
     forms = {
         "causal_attention": {"jax.nn.dot_product_attention": _attention},
