@@ -131,7 +131,7 @@ def test_a_tpus_kernel_says_what_it_cannot_do():
         call("taylor_attention", "tpu_chunked", v=jnp.zeros((2, 6, 2, 50_000)))
 
 
-def test_auto_takes_splash_attention_of_bfloat16_on_a_tpu(caplog):
+def test_auto_takes_splash_attention_of_bfloat16_on_a_tpu():
     case = dataclasses.replace(CASE, dtype="bfloat16")
     arrays, _ = inputs("causal_attention", case)
     with kernels.target_platform("tpu"):

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from deconstruct.kernels import gpu, prefix_fused
 from deconstruct.kernels import prefix_gpu_carry as carry
 from deconstruct.kernels.backends import Call
+from deconstruct.kernels.documents import where
 from deconstruct.kernels.precision import block_product
-from deconstruct.kernels.prefix_gpu_carry import Carry, where
+from deconstruct.kernels.prefix_gpu_carry import Carry
 
 LARGEST_HEAD = 256  # of which a tile fits the registers
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from deconstruct.kernels import gpu
+from deconstruct.kernels.documents import where
 
 NO_RUN = -(2**31) + 1  # below the number of any document, and below its negative
 
@@ -82,8 +83,3 @@ def join(refs, start, end, width: int) -> Carry:
     w_N = jnp.where(counts_N, gpu.exp(tops_N - top), 0.0)
     head_W = jnp.sum(w_N[:, None] * spans.read(head_ref, width), axis=0)
     return Carry(top, jnp.sum(w_N * spans.read(total_ref)), head_W, run)
-
-
-def where(condition, x, other):
-    """x where all positions count."""
-    return x if condition is None else jnp.where(condition, x, other)

@@ -17,6 +17,7 @@ from jax.experimental.pallas.tpu import roll
 
 from deconstruct.kernels import prefix_fused, tpu
 from deconstruct.kernels.backends import Call
+from deconstruct.kernels.documents import where
 from deconstruct.kernels.tpu import TILE
 
 MAX_TILES = 4  # of a grid step, whose own cost they share (not measured)
@@ -163,8 +164,8 @@ def _forward_kernel(plan: Plan, has_runs: bool, s_ref, *refs):
         goes_on_1I = None if runs_1I is None else runs_1I == run_carry[...]
 
         m_PI = _running_max(s_PI, runs_1I)
-        m_PI = _where(goes_on_1I, jnp.maximum(m_PI, m_carry[...]), m_PI)
-        kept_PI = _where(goes_on_1I, jnp.exp(m_carry[...] - m_PI), 0.0)
+        m_PI = where(goes_on_1I, jnp.maximum(m_PI, m_carry[...]), m_PI)
+        kept_PI = where(goes_on_1I, jnp.exp(m_carry[...] - m_PI), 0.0)
         m_IP, kept_IP, z_IP = m_PI.T, kept_PI.T, (kept_PI * z_carry[...]).T
         sees_IJ = tpu.sees(runs_1I, runs_1I, 0, TILE)
         sums_I1 = []
@@ -209,16 +210,16 @@ def _backward_kernel(plan: Plan, has_runs: bool, s_ref, *refs):
         v_JC, o_IC, do_IC = (jnp.where(exists_I1, x[at, :], 0) for x in (v_ref, o_ref, do_ref))
 
         goes_on_1J = None if runs_1I is None else runs_1I == run_carry[...]
-        to_later_PJ = _where(goes_on_1J, jnp.exp(s_PJ - m_carry[...]), 0.0)
+        to_later_PJ = where(goes_on_1J, jnp.exp(s_PJ - m_carry[...]), 0.0)
         s_JP, to_later_JP = s_PJ.T, to_later_PJ.T
         do_o_IC = jnp.float32(do_IC) * jnp.float32(o_IC)
         heads = range(plan.num_heads)
         do_o_PI = tpu.stack([_total(do_o_IC[:, plan.columns(h)]) for h in heads], fill=0.0)
         first_P1 = jnp.where(jnp.isinf(m_PI[:, :1]), 0.0, m_PI[:, :1])
         starts_1I = None if runs_1I is None else runs_1I == runs_1I[:, :1]
-        from_first_PI = _where(starts_1I, jnp.exp(first_P1 - m_PI) * inverse_PI, 0.0)
+        from_first_PI = where(starts_1I, jnp.exp(first_P1 - m_PI) * inverse_PI, 0.0)
         passes_on = None if runs_1I is None else runs_1I[:, :1] == run_carry[...]
-        kept_P1 = _where(passes_on, jnp.exp(first_P1 - m_carry[...]), 0.0)
+        kept_P1 = where(passes_on, jnp.exp(first_P1 - m_carry[...]), 0.0)
         seen_JI = tpu.sees(runs_1I, runs_1I, 0, TILE, keys_first=True)
         dv_JW: dict[int, jax.Array] = {}
         ds_J1 = []
@@ -246,10 +247,6 @@ def _backward_kernel(plan: Plan, has_runs: bool, s_ref, *refs):
 
 def _total(x):
     return jnp.sum(x, axis=1, keepdims=True)
-
-
-def _where(condition, x, other):
-    return x if condition is None else jnp.where(condition, x, other)
 
 
 def _running_max(s_PI, runs_1I):

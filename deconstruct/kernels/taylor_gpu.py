@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from deconstruct.kernels import gpu, taylor_fused
 from deconstruct.kernels.backends import Call
+from deconstruct.kernels.documents import where
 from deconstruct.kernels.precision import block_product
 
 LARGEST_HEAD = 128  # of which blocks fit the shared memory
@@ -158,7 +159,7 @@ def _forward_kernel(plan: Plan, runs_ref, key_runs_ref, q_ref, k_ref, v_ref, o_r
         keys = plan.walked(key, plan.keys)
         x_IJ = _scores(plan, q_IK, keys.read(k_ref, plan.key_size))
         seen_IJ = _sees(plan, first, key, runs_I, _read_runs(keys, key_runs_ref), masked)
-        w_IJ = _where(seen_IJ, 1 + x_IJ * (1 + x_IJ / 2))
+        w_IJ = where(seen_IJ, 1 + x_IJ * (1 + x_IJ / 2), 0.0)
         o_IW += block_product(w_IJ, keys.read(v_ref, plan.width))
         return o_IW, sum_I + jnp.sum(w_IJ, axis=1)
 
@@ -182,7 +183,7 @@ def _queries_kernel(plan: Plan, runs_ref, key_runs_ref, q_ref, k_ref, v_ref, *re
         dp_IJ = block_product(do_IW, keys.read(v_ref, plan.width), (1, 1))
         ds_IJ = (1 + x_IJ) * inverse_I[:, None] * (dp_IJ - delta_I[:, None])
         seen_IJ = _sees(plan, first, key, runs_I, _read_runs(keys, key_runs_ref), masked)
-        return dq_IK + block_product(_where(seen_IJ, ds_IJ), k_JK)
+        return dq_IK + block_product(where(seen_IJ, ds_IJ, 0.0), k_JK)
 
     dq_IK = _along_keys(plan, first, step, jnp.zeros(dq_ref.shape, jnp.float32))
     own.write(dq_ref, dq_IK * plan.key_size**-0.5, plan.key_size)
@@ -206,8 +207,8 @@ def _keys_kernel(plan: Plan, runs_ref, key_runs_ref, q_ref, k_ref, v_ref, *refs)
         ds_JI = (1 + x_JI) * inverse_I[None] * (dp_JI - delta_I[None])
         runs_I = _read_runs(queries, runs_ref)
         seen_JI = _sees(plan, query, first, runs_I, runs_J, masked, keys_first=True)
-        dv_JW += block_product(_where(seen_JI, p_JI), do_IW)
-        return dk_JK + block_product(_where(seen_JI, ds_JI), q_IK), dv_JW
+        dv_JW += block_product(where(seen_JI, p_JI, 0.0), do_IW)
+        return dk_JK + block_product(where(seen_JI, ds_JI, 0.0), q_IK), dv_JW
 
     nothing = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
     dk_JK, dv_JW = _along_queries(plan, first, step, nothing)
@@ -265,10 +266,6 @@ def _sees(plan: Plan, query, key, runs_I, runs_J, masked: bool, *, keys_first: b
         return seen
     same = jnp.expand_dims(runs_I, by_key) == jnp.expand_dims(runs_J, by_query)
     return same if seen is None else seen & same
-
-
-def _where(condition, x):
-    return x if condition is None else jnp.where(condition, x, 0.0)
 
 
 run = taylor_fused.op(forward, backward)
