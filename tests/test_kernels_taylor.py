@@ -19,7 +19,7 @@ from deconstruct.kernels import (
     taylor_recurrence,
 )
 from deconstruct.kernels.documents import document_runs
-from deconstruct.kernels.reference import TOLERANCE
+from deconstruct.kernels.reference import CANCELLATION, TOLERANCE
 
 OP = "taylor_attention"
 BACKENDS = ("tpu", "tpu_chunked", "gpu", "gpu_chunked", "quadratic", "chunked")
@@ -197,6 +197,54 @@ def test_any_scale_against_float64(compiled, scale):
         g = np.asarray(g[0, :, 0], np.float64)
         assert np.all(np.isfinite(g))
         assert np.abs(g - w).max() / np.abs(w).max() <= tolerance
+
+
+def orthogonal(rng, scale):
+    """q, k, v and do of a row whose queries are at right angles to all of its keys."""
+    q, k, v, do = (rng.normal(size=(60, 16)) for _ in range(4))
+    q[:, :8] = k[:, 8:] = 0
+    turn = np.linalg.qr(rng.normal(size=(16, 16)))[0]
+    return scale * q @ turn, scale * k @ turn, v, do
+
+
+def with_a_long_key(rng, scale):
+    q, k, v, do = (rng.normal(size=(60, 16)) for _ in range(4))
+    k[20] *= scale
+    return q, k, v, do
+
+
+def assert_as_near_as_cancellation_lets(form, rows, dtype, factor):
+    """Each row within `factor` times its largest mean of |q|^2 |k|^2 / K over a query's keys."""
+    arrays = [jnp.asarray(np.stack(x)[:, :, None], dtype) for x in zip(*rows, strict=True)]
+    got = with_gradients(form)(tuple(arrays[:3]), arrays[3])
+    for row in range(len(rows)):
+        q, k, v, do = (np.asarray(x[row, :, 0], np.float64) for x in arrays)
+        of_q, of_k = (np.sum(x**2, axis=1) for x in (q, k))
+        means = of_q * np.cumsum(of_k) / np.arange(1, len(k) + 1) / k.shape[1]
+        tolerance = max(TOLERANCE[dtype], factor * means.max())
+        for index, wanted in enumerate(float64_gradients(q, k, v, do)):
+            found = np.asarray(got[index][row, :, 0], np.float64)
+            error = np.abs(found - wanted).max() / np.abs(wanted).max()
+            assert error <= tolerance, f"row {row}, array {index}: {error:.2e} > {tolerance:.0e}"
+
+
+@pytest.mark.parametrize("name", [*RECURRENCES, "steps"])
+def test_long_queries_at_right_angles_to_long_keys(name):
+    """At scale 100 what a form reads as a sum of weights, all of them 1, may be near 0 or below: in
+    each form it is in one of these rows, and there the floor holds it."""
+    rng = np.random.default_rng(2)
+    rows = [orthogonal(rng, scale) for scale in (10, 30, *[100] * 8)]
+    form, kind = (stepwise, "steps") if name == "steps" else (RECURRENCES[name], "float32")
+    assert_as_near_as_cancellation_lets(form, rows, "float32", CANCELLATION[kind])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_cancellation_where_products_are_of_bfloat16(name):
+    rng = np.random.default_rng(4)
+    rows = [with_a_long_key(rng, scale) for scale in (10, 20, 30)]
+    rows += [orthogonal(rng, scale) for scale in (1, 2, 3)]
+    form = RECURRENCES[name]
+    assert_as_near_as_cancellation_lets(form, rows, "bfloat16", CANCELLATION["bfloat16"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,6 +12,10 @@ from deconstruct.kernels.precision import product
 # dtype; the same for outputs and gradients.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
+# What a recurrence of Taylor attention may be wrong by instead, times the mean over a query's keys
+# of |q|^2 |k|^2 / K: in chunks by the inputs' dtype, and in float32 one token at a time.
+CANCELLATION = {"float32": 2**-26, "bfloat16": 2**-13, "steps": 2**-23}
+
 
 def attention_scores(q_BTHK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
     """q.k / sqrt(K) in float32: (B, H, T, S). The one definition of the scale."""

@@ -133,8 +133,9 @@ def _read_weighed_kernel(plan: Plan, entries_ref, counts_ref, *refs):
     rows = reader.rows
     y_TK, own_TW = rows.read(y_ref, plan.key_size), rows.read(own_ref, plan.width)
     own_T = rows.read(own_sum_ref)
-    linear_T = jnp.sum(y_TK.astype(jnp.float32) * reader.weight(y_TK, 0.5), axis=1)
-    sum_T = own_T + (reader.state.weight[...] + linear_T) * reader.counts_T
+    keys = reader.state.weight[...]
+    past_T = keys + jnp.sum(y_TK.astype(jnp.float32) * reader.weight(y_TK, 0.5), axis=1)
+    sum_T = own_T + jnp.maximum(past_T, keys / 2) * reader.counts_T
     total_TW = own_TW.astype(jnp.float32) * own_T[:, None] + reader.read(y_TK)
     rows.write(o_ref, total_TW * (1 / sum_T)[:, None], plan.width)
     rows.write(sum_ref, sum_T)

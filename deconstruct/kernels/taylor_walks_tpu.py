@@ -102,6 +102,8 @@ def forward(plan: Plan, *refs):
     q_ref, k_ref, v_ref, o_ref, sum_ref, *state, parts = refs
     features, (sums, ones_sums) = plan.features, state
     _begin(state)
+    number_X1 = jax.lax.broadcasted_iota(jnp.int32, (plan.columns, 1), 0)
+    least_X1 = jnp.where(number_X1 == plan.width, ones_sums[...] / 2, -jnp.inf)
 
     def head(r, _):
         features.lay(parts, q_ref[r])
@@ -113,7 +115,7 @@ def forward(plan: Plan, *refs):
         past_XS = features.walk(step, past_XS)
         w_SS, _ = _weights(plan, documents, k_ref[0], q_ref[r])
         sums_XS = tpu.product(v_ref[0], w_SS.astype(plan.dtype))
-        sums_XS += _where(documents.reads_1S, past_XS)
+        sums_XS += _where(documents.reads_1S, jnp.maximum(past_XS, least_X1))
         sum_1S = sums_XS[plan.width : plan.width + 1]
         o_ref[r] = (sums_XS[: plan.width] / sum_1S).astype(o_ref.dtype)
         sum_ref[r] = sum_1S

@@ -9,7 +9,8 @@ from deconstruct.mixers.base import QKVMixer, projection_flops
 class Approximate(QKVMixer):
     """A_ij = w_ij / sum_{m<=i} w_im with w = 1 + x + x^2/2 and x = q.k / sqrt(K).
 
-    w is at least 1/2, so the one joint denominator never vanishes.
+    w is at least 1/2, so the one joint denominator never vanishes. Long rows and decoding go by the
+    recurrence, whose accuracy depends on |q| |k|: see `kernels.taylor_recurrence`.
     """
 
     def __call__(self, h_BTD, ctx):
