@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from deconstruct.kernels import tpu
+from deconstruct.kernels.documents import where
 from deconstruct.kernels.taylor_features_tpu import Features
 
 
@@ -93,10 +94,6 @@ def _documents(plan: Plan, refs):
     return Documents(runs_1S, runs_1S == before_11, runs_1S == last_11, last_11 - before_11), refs
 
 
-def _where(condition, x):
-    return x if condition is None else jnp.where(condition, x, 0)
-
-
 def forward(plan: Plan, *refs):
     documents, refs = _documents(plan, refs)
     q_ref, k_ref, v_ref, o_ref, sum_ref, *state, parts = refs
@@ -115,7 +112,7 @@ def forward(plan: Plan, *refs):
         past_XS = features.walk(step, past_XS)
         w_SS, _ = _weights(plan, documents, k_ref[0], q_ref[r])
         sums_XS = tpu.product(v_ref[0], w_SS.astype(plan.dtype))
-        sums_XS += _where(documents.reads_1S, jnp.maximum(past_XS, least_X1))
+        sums_XS += where(documents.reads_1S, jnp.maximum(past_XS, least_X1), 0)
         sum_1S = sums_XS[plan.width : plan.width + 1]
         o_ref[r] = (sums_XS[: plan.width] / sum_1S).astype(o_ref.dtype)
         sum_ref[r] = sum_1S
@@ -133,7 +130,7 @@ def gradient_of_queries(plan: Plan, *refs):
     def head(r, _):
         features.lay(parts, q_ref[r])
         pulls[...] = jnp.zeros_like(pulls)
-        read_XS = _where(documents.reads_1S, d_ref[r])
+        read_XS = where(documents.reads_1S, d_ref[r], 0)
 
         def step(n, dy_KS):
             dphi_FS = tpu.product(sums[n], read_XS, (0, 0))
@@ -157,7 +154,7 @@ def gradient_of_keys(plan: Plan, *refs):
     _begin(state)
     features.lay(parts, k_ref[0])
     pulls[...] = jnp.zeros_like(pulls)
-    written_XS = _where(documents.writes_1S, v_ref[0])
+    written_XS = where(documents.writes_1S, v_ref[0], 0)
 
     def step(n, gradients):
         dy_KS, dv_XS = gradients
@@ -176,10 +173,10 @@ def gradient_of_keys(plan: Plan, *refs):
         dx_SS, w_SS = _score_gradients(plan, documents, k_ref[0], q_ref[r], v_ref[0], d_XS)
         own_KS = tpu.product(q_ref[r], dx_SS.astype(plan.dtype), (1, 1))
         own_XS = tpu.product(d_XS, w_SS.astype(plan.dtype), (1, 1))
-        _add(plan, q_ref[r], _where(documents.reads_1S, d_XS), state, parts)
+        _add(plan, q_ref[r], where(documents.reads_1S, d_XS, 0), state, parts)
         return dk_KS + own_KS * plan.key_size**-0.5, dv_XS + own_XS
 
-    gradients = features.pulled(pulls, dy_KS), _where(documents.writes_1S, dv_XS)
+    gradients = features.pulled(pulls, dy_KS), where(documents.writes_1S, dv_XS, 0)
     dk_KS, dv_XS = jax.lax.fori_loop(0, plan.heads, head, gradients)
     dk_ref[0] = dk_KS.astype(dk_ref.dtype)
     dv_ref[0] = dv_XS[: plan.width].astype(dv_ref.dtype)
@@ -203,7 +200,7 @@ def _forget(documents: Documents, state) -> None:
 def _write_keys(plan: Plan, documents: Documents, k_ref, v_ref, state, parts) -> None:
     """The state after the chunk in place of the one before it."""
     _forget(documents, state)
-    _add(plan, k_ref[0], _where(documents.writes_1S, v_ref[0]), state, parts)
+    _add(plan, k_ref[0], where(documents.writes_1S, v_ref[0], 0), state, parts)
 
 
 def _add(plan: Plan, x_KS, columns_XS, state, parts) -> None:
