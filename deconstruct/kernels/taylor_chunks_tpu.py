@@ -12,10 +12,11 @@ into a product, as queries, keys and values are; the sums themselves stay float3
 `taylor_recurrence` says of features that cancel is then 2^-13 c^2 in place of 2^-26 c^2 over the
 mean weight. In a trained model (`configs/quickstart.py:approximate,uniform`) c had grown to 58
 after 500 steps and mean weights to 20, and outputs were wrong by 3e-3 of the largest value, where
-scores leave 2e-3, their rounding. But one key of 60 thirty times longer than the others costs 0.04
-where queries are at right angles to it, and one a hundred times longer 0.4. Features and sums in
-two halves each would bring both to 0.006 with 1.8 times as many instructions (a v5e's compiler,
-forward and backward, heads of 64); the backend `tpu`, by scores, has no such error.
+scores leave 2e-3, their rounding. But one key of 60 thirty times longer than the others costs 0.03
+and at worst 0.1, where queries are at right angles to it; a hundred times longer, 0.2 and at worst
+1. Features and sums in two halves each would bring all of that to 0.005 and at worst 0.02, with 1.8
+times as many instructions (a v5e's compiler, forward and backward, heads of 64); the backend `tpu`,
+by scores, has no such error.
 
 Axes: B batch, T time, H heads, G key/value groups, C channels of a head, K key size and W value
 size (filled up to a multiple of 8 inside), X columns (values, a one, and zeros up to a multiple of
