@@ -3,7 +3,7 @@
 No result depends on them beyond rounding. What a kernel for one chip holds in that chip's memory is
 its own affair (`kernels/*_tpu.py`, `*_gpu.py`); what of a model's activations is kept for the
 backward is the config's (`compute.remat`), for it trades memory that only the user knows for time.
-"Measured" is on 2 cores of a Xeon with AVX-512, in float32; of accelerators only
+"Measured" is on 2 cores of a Xeon or of an EPYC with AVX-512, in float32; of accelerators only
 their compilers were asked, and where nothing is said a value is carried over or reasoned.
 """
 
@@ -54,9 +54,11 @@ CPU = Tuning(
     # Short blocks skip more of the upper half, long ones make larger products: forward and backward
     # the next size either way takes 6 to 16% longer at 256, 512 and 1,024 positions (measured).
     attention_rows=((256, 64), (1024, 128), (None, 256)),
-    recurrence_chunk=512,
-    # With heads of 64 both forms take as long at 6,200 positions forward and backward, and at 6,700
-    # forward; at 7,000 the recurrence is faster in both (measured). FLOPs say 4,358.
+    # Forward and backward 8,192 positions take 536, 565, 631 and 690 ms in chunks of 128, 256, 512 and
+    # 1,024, forward 168, 164, 169 and 198 (measured); a chunk less is a state more in memory.
+    recurrence_chunk=256,
+    # With heads of 64 both forms take about as long at 6,200 to 7,000 positions; at 8,192 the
+    # recurrence takes 0.74 of the time forward and 0.81 both ways (measured). FLOPs say 4,358.
     recurrence_cost=1.6,
     # Forward and backward blocks of 16 take 1.4 times as long, of 4 as long (measured).
     prefix_block=8,
@@ -76,7 +78,8 @@ ACCELERATOR = Tuning(
     score_tokens=1024,
     score_ids=1 << 16,
     attention_rows=CPU.attention_rows,
-    recurrence_chunk=CPU.recurrence_chunk,
+    # Products large enough for a matrix unit.
+    recurrence_chunk=512,
     recurrence_cost=1.0,
     # On a TPU v5e, by its compiler's account of 4 x 2048 positions and 14 heads of 64, forward and
     # backward: 0.9 GB moved in blocks of 128, 1.5 of 64, 2.0 of 16.
