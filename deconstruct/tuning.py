@@ -54,8 +54,8 @@ CPU = Tuning(
     # Short blocks skip more of the upper half, long ones make larger products: forward and backward
     # the next size either way takes 6 to 16% longer at 256, 512 and 1,024 positions (measured).
     attention_rows=((256, 64), (1024, 128), (None, 256)),
-    # Forward and backward 8,192 positions take 536, 565, 631 and 690 ms in chunks of 128, 256, 512 and
-    # 1,024, forward 168, 164, 169 and 198 (measured); a chunk less is a state more in memory.
+    # In chunks of 128, 256, 512 and 1,024 positions 8,192 take 536, 565, 631 and 690 ms forward and
+    # backward, 168, 164, 169 and 198 forward (measured); twice the chunks keep twice the states.
     recurrence_chunk=256,
     # With heads of 64 both forms take about as long at 6,200 to 7,000 positions; at 8,192 the
     # recurrence takes 0.74 of the time forward and 0.81 both ways (measured). FLOPs say 4,358.
