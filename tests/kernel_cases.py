@@ -1,5 +1,6 @@
 """Inputs and comparisons that the kernel tests share."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -12,6 +13,13 @@ from deconstruct import kernels
 
 BATCH = 2
 OPS = tuple(kernels.BACKENDS)
+# (op, backend) of all that a CPU runs, but references.
+FORMS = [
+    (op, backend.name)
+    for op in OPS
+    for backend in kernels.BACKENDS[op]
+    if backend.name != "reference" and (backend.platform is None or backend.interpreted)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,7 @@ def at_edges(length: int) -> tuple[int, ...]:
 DOCUMENTS = (whole, short, at_edges)
 # What of a call may interact: a case is a choice of each.
 FACTORS = (LENGTHS, KEY_SIZES, HEADS_OVER_GROUPS, DOCUMENTS, DTYPES, (False, True))
+DTYPE = FACTORS.index(DTYPES)
 
 
 def make_case(length, key_size, heads_over_groups, documents, dtype, other_values) -> Case:
@@ -69,13 +78,14 @@ def every_case() -> list[Case]:
 
 
 def covering_cases() -> list[Case]:
-    """Few cases in which any two choices of two factors meet at least once."""
+    """Few cases in which any two choices of two factors meet at least once, half of each dtype."""
     choices = list(itertools.product(*FACTORS))
     missing = set().union(*map(_pairs, choices))
-    found = []
+    found, of_dtype = [], collections.Counter()
     while missing:
-        best = max(choices, key=lambda choice: len(_pairs(choice) & missing))
+        best = max(choices, key=lambda c: (len(_pairs(c) & missing), -of_dtype[c[DTYPE]]))
         missing -= _pairs(best)
+        of_dtype[best[DTYPE]] += 1
         found.append(make_case(*best))
     return found
 
@@ -126,12 +136,14 @@ def bind(op: str, case: Case, backend: str):
 
 # Most of these tests' time is the compiler's; what it leaves out changes no number that is meant.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# For what computes longer than it compiles; at level 0 it takes four times as long.
+LIGHTLY_OPTIMISED = QUICKLY | {"xla_backend_optimization_level": 1}
 
 
-def with_gradients(function):
+def with_gradients(function, compiler_options=QUICKLY):
     """(arrays, output gradient) -> (output, gradients of all arrays), compiled."""
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def run(arrays, do):
         o, pull = jax.vjp(function, *arrays)
         return o, *pull(do.astype(o.dtype))

@@ -195,7 +195,7 @@ def prefix_softmax(
     """Softmax over the positions so far of one score a position, times v (eq. 7-8): o_BTHW.
 
     Args:
-      scores_BTH: finite, already scaled.
+      scores_BTH: already scaled, and finite: after -inf some forms give NaN where others do not.
       v_BTGW: values.
       segments_BT: document ids, or None.
       backend: "auto" or a name of the table.
@@ -264,11 +264,7 @@ def _run(op: str, backend: str, arrays, heads_and_key_size, segments_BT=None) ->
         if not jnp.issubdtype(segments_BT.dtype, jnp.integer):
             raise ValueError(f"{op}: segments must be integers, not {segments_BT.dtype}")
         runs = (document_runs(segments_BT),)
-    chosen = choose(BACKENDS[op], call, backend)
-    if call.platform == "cpu":
-        # XLA's CPU products take no bfloat16 operands with a float32 result.
-        arrays = [x.astype(jnp.float32) for x in arrays]
-    return chosen.function()(*arrays, *runs).astype(v_BTGW.dtype)
+    return choose(BACKENDS[op], call, backend).function()(*arrays, *runs)
 
 
 def _check_keys(op: str, q_BTHK, k_BTGK, v_BTGW) -> None:

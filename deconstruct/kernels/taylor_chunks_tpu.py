@@ -19,8 +19,8 @@ times as many instructions (a v5e's compiler, forward and backward, heads of 64)
 by scores, has no such error.
 
 Axes: B batch, T time, H heads, G key/value groups, C channels of a head, K key size and W value
-size (filled up to a multiple of 8 inside), X columns (values, a one, and zeros up to a multiple of
-8).
+size (filled up to a multiple of 8 inside), X columns (values, two ones, and zeros up to a multiple
+of 8).
 """
 
 import functools
@@ -86,10 +86,15 @@ def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BT
     """(dq_BTHK, dk_BTGK, dv_BTGW) of one device."""
     plan = _plan_of(chunks, q_BTHK, v_BTGW, runs_BT)
     delta_BTH1, sum_BTH1 = (jnp.swapaxes(x, 1, 2)[..., None] for x in (delta_BHT, sum_BHT))
-    d_BTHX = jnp.concatenate([do_BTHW.astype(jnp.float32), -delta_BTH1], axis=-1) / sum_BTH1
+    d_BTHW = (do_BTHW.astype(jnp.float32) / sum_BTH1).astype(plan.dtype)
+    # A sum over W numbers is larger than each of them: rounded once, it would be off by the most.
+    of_sum_BTH1 = -delta_BTH1 / sum_BTH1
+    rounded_BTH1 = jax.lax.reduce_precision(of_sum_BTH1, exponent_bits=8, mantissa_bits=7)
+    both = [x.astype(plan.dtype) for x in (rounded_BTH1, of_sum_BTH1 - rounded_BTH1)]
+    d_BTHX = jnp.concatenate([d_BTHW, *both], axis=-1)
     arrays = [
         *_arrays(plan, q_BTHK, k_BTGK, v_BTGW),
-        _time_last(plan, d_BTHX.astype(plan.dtype), plan.columns),
+        _time_last(plan, d_BTHX, plan.columns),
     ]
     q, k, v, _ = arrays
     parts = [plan.features.parts] * 2
@@ -111,8 +116,8 @@ def _backward(chunks, q_BTHK, k_BTGK, v_BTGW, runs_BT, sum_BHT, delta_BHT, do_BT
 
 def _arrays(plan: Plan, q_BTHK, k_BTGK, v_BTGW):
     """(q_BHKT, k_BGKT, v_BGXT)."""
-    one_BTG1 = jnp.ones((*v_BTGW.shape[:3], 1), v_BTGW.dtype)
-    v_BTGX = jnp.concatenate([v_BTGW, one_BTG1], axis=-1)
+    ones_BTG2 = jnp.ones((*v_BTGW.shape[:3], 2), v_BTGW.dtype)
+    v_BTGX = jnp.concatenate([v_BTGW, ones_BTG2], axis=-1)
     rows = plan.features.rows
     return (
         _time_last(plan, q_BTHK, rows),

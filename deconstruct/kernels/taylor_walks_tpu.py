@@ -4,8 +4,8 @@ Refs are the documents of the chunk and of the one before it, where documents ar
 of the group's heads or the group; outputs; the state but for the feature 1, the state of the
 feature 1; and what `Features` makes features from.
 
-Axes: K key size (filled up to a multiple of 8), W value size, X columns (values, a one, and zeros
-up to a multiple of 8), F features of a step, S positions of a chunk, keys or queries.
+Axes: K key size (filled up to a multiple of 8), W value size, X columns (values, two ones, and
+zeros up to a multiple of 8), F features of a step, S positions of a chunk, keys or queries.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     @property
     def columns(self) -> int:
         """X."""
-        return tpu.fill_rows(self.width + 1)
+        return tpu.fill_rows(self.width + 2)
 
     @property
     def sums(self) -> tuple[int, int, int]:
