@@ -209,7 +209,7 @@ def test_documents_are_runs_of_equal_ids():
 
 @pytest.mark.parametrize("op, backend", [form for form in FORMS if takes_documents(form[0])])
 def test_packed_documents_equal_each_alone(op, backend):
-    """Outputs and gradients, and the sum of their squares; documents of length 1 among them."""
+    """Outputs and gradients; documents of length 1 among them."""
     lengths = (1, 1, 9, 1)
     case = Case(sum(lengths), 2, 1, 16, documents=lengths)
     arrays, do = inputs(op, case)
@@ -222,3 +222,16 @@ def test_packed_documents_equal_each_alone(op, backend):
     ]
     joined = [jnp.concatenate(arrays, axis=1) for arrays in zip(*pieces, strict=True)]
     assert_near([x[:1] for x in got], joined, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("op, backend", [form for form in FORMS if takes_documents(form[0])])
+def test_documents_of_any_lengths(op, backend):
+    """Drawn at random, the same draw every time: no form knows only where blocks end."""
+    draw = np.random.default_rng(0)
+    length = int(draw.integers(129, 300))
+    cuts = np.unique(draw.integers(1, length, draw.integers(2, 12)))
+    documents = tuple(int(n) for n in np.diff([0, *cuts, length]))
+    case = Case(length, 2, 1, 16, documents=documents)
+    arrays, do = inputs(op, case)
+    got, wanted = (with_gradients(bind(op, case, x))(arrays, do) for x in (backend, "reference"))
+    assert_near(got, wanted, TOLERANCE[case.dtype])
