@@ -12,7 +12,8 @@ Backwards the walk begins at the end. With A_ji = exp(s_j - m_i) / z_i, i >= j,
 
 What a tile owes to later ones goes through K = sum_{i >= f} exp(m_f - m_i) / z_i do_i, f being the
 first of the later positions: exp(s_j - m_f) K, and the same, E, for do_i . o_i. All exponents are
-at most 0. A document's end cuts what is carried.
+at most 0. A document's end cuts what is carried. Where most weight is on one value, the two parts
+of ds nearly cancel: weights that a product rounds are taken rounded in both.
 
 Axes: B batch, T time, H heads, G value groups, W value size.
 """

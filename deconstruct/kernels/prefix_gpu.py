@@ -222,11 +222,12 @@ def _backward_kernel(plan: Plan, runs_ref, m_ref, z_ref, o_ref, do_ref, s_ref, v
         s_J, v_JW = _read_scores(plan, rows, s_ref, v_ref)
         runs_I = _read_runs(rows, runs_ref, sign=-1)
         a_JI = gpu.exp(s_J[:, None] - m_I[None]) * inverse_I[None]
-        a_JI = jnp.where(_seen(runs_I, plan.tile), a_JI, 0.0)
+        a_JI = jnp.where(_seen(runs_I, plan.tile), a_JI, 0.0).astype(do_IW.dtype)
         goes_on_J = None if runs_I is None else runs_I == after.run
         to_later_J = where(goes_on_J, gpu.exp(s_J + after.top), 0.0)
         dv_JW = block_product(a_JI, do_IW) + to_later_J[:, None] * after.head_W[None]
-        e_J = jnp.sum(a_JI * do_o_I[None], axis=1) + to_later_J * after.total
+        own_J = jnp.sum(a_JI.astype(jnp.float32) * do_o_I[None], axis=1)
+        e_J = own_J + to_later_J * after.total
         rows.write(ds_ref, jnp.sum(dv_JW * v_JW.astype(jnp.float32), axis=1) - e_J)
         rows.write(dv_ref, dv_JW, plan.width)
         return carry.pass_on(after, runs_I, -m_I, inverse_I, do_o_I, do_IW)

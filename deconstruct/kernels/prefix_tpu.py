@@ -218,6 +218,7 @@ def _backward_kernel(plan: Plan, has_runs: bool, s_ref, *refs):
         first_P1 = jnp.where(jnp.isinf(m_PI[:, :1]), 0.0, m_PI[:, :1])
         starts_1I = None if runs_1I is None else runs_1I == runs_1I[:, :1]
         from_first_PI = where(starts_1I, jnp.exp(first_P1 - m_PI) * inverse_PI, 0.0)
+        from_first_PI = jnp.float32(from_first_PI.astype(do_IC.dtype))
         passes_on = None if runs_1I is None else runs_1I[:, :1] == run_carry[...]
         kept_P1 = where(passes_on, jnp.exp(first_P1 - m_carry[...]), 0.0)
         seen_JI = tpu.sees(runs_1I, runs_1I, 0, TILE, keys_first=True)
@@ -226,8 +227,9 @@ def _backward_kernel(plan: Plan, has_runs: bool, s_ref, *refs):
         for h in heads:
             row, columns, group = slice(h, h + 1), plan.columns(h), plan.group(h)
             a_JI = jnp.where(seen_JI, jnp.exp(s_JP[:, row] - m_PI[row]) * inverse_PI[row], 0.0)
+            a_JI = a_JI.astype(do_IC.dtype)
             own_JW = tpu.product(a_JI, do_IC[:, columns]) + to_later_JP[:, row] * k_carry[row]
-            e_J1 = _total(a_JI * do_o_PI[row]) + to_later_JP[:, row] * e_carry[row]
+            e_J1 = _total(jnp.float32(a_JI) * do_o_PI[row]) + to_later_JP[:, row] * e_carry[row]
             v_JW = jnp.float32(v_JC[:, plan.columns(group)])
             ds_J1.append(_total(own_JW * v_JW) - e_J1)
             dv_JW[group] = own_JW + dv_JW[group] if group in dv_JW else own_JW

@@ -174,9 +174,10 @@ def backward_kernel(
             kept = tl.where(run_first == run_after, kept, 0.0)
             run_after = run_first
         a_JI = tl.where(seen_JI, tl.exp(s_J[:, None] - m_I[None, :]) * inverse_I[None, :], 0.0)
-        dv_JW = tl.dot(a_JI.to(do_IW.dtype), do_IW, input_precision="ieee")
+        a_JI = a_JI.to(do_IW.dtype)
+        dv_JW = tl.dot(a_JI, do_IW, input_precision="ieee")
         dv_JW += to_later_J[:, None] * k_W[None, :]
-        e_J = tl.sum(a_JI * do_o_I[None, :], axis=1) + to_later_J * e_after
+        e_J = tl.sum(a_JI.to(tl.float32) * do_o_I[None, :], axis=1) + to_later_J * e_after
 
         v_JW = tl.load(v + of_group[:, None] * WIDTH + w[None, :], mask=values, other=0.0)
         ds_J = tl.sum(dv_JW * v_JW.to(tl.float32), axis=1) - e_J
