@@ -185,7 +185,9 @@ def test_any_scale_against_float64(compiled, scale):
     rng = np.random.default_rng(4)
     q, k, v, do = (rng.normal(size=(60, 16)) for _ in range(4))
     if scale == "outlier":
-        k[20] *= 10 if backend in ROUNDED and dtype == "bfloat16" else 1000
+        # In bfloat16 the output's own rounding is a part of d loss / d score, which such a key
+        # multiplies; and recurrences round their features.
+        k[20] *= 10 if dtype == "bfloat16" else 1000
     else:
         q, k = scale * q, scale * k
     q, k, v, do = (jnp.asarray(x[None, :, None], dtype) for x in (q, k, v, do))
