@@ -27,7 +27,7 @@ CALLS = {
         "v5p:2x2x1": [GROUPED, DOCUMENTS],
         "v6e:2x2": [GROUPED, DOCUMENTS],
     },
-    "gpu": {"a100:1": [DOCUMENTS, ODD, SEVERAL], "h200:1": [GROUPED, PACKED, DOCUMENTS, SEVERAL]},
+    "gpu": {"a100:1": [DOCUMENTS, SEVERAL], "h200:1": [GROUPED, PACKED, DOCUMENTS, SEVERAL]},
 }
 NOT_OURS = "cudnn"  # its compiler wants the library
 
