@@ -28,14 +28,15 @@ class Plan(NamedTuple):
     Attributes:
       size: positions of a block.
       weigh: (w_BHIJN, x by J or I, "J" or "I") -> sum over that axis of w x: (B, N, other, H, W).
-      add_up: (x_BHIJN or x_BHIN) -> sum over I.
-      accumulate: (join, nothing, parts, reverse) -> the running join of the parts along axis 0.
+      accumulate: (join, nothing, parts) -> the running join of the parts along axis 0.
+      carry: (steps_NBH, x, reverse) -> y with y_n = steps_n y_(n-1) + x_n, or y_(n+1) in reverse,
+        for each x_BNHW or x_BHN of a tuple.
     """
 
     size: int
     weigh: Callable
-    add_up: Callable
     accumulate: Callable
+    carry: Callable
 
 
 def forward(plan: Plan, s_BTH, v_BTHW, runs_BT):
@@ -64,14 +65,14 @@ def backward(plan: Plan, kept, do_BTHW, do_o_BTH):
     do_o_BHIN = _scores_by_block(plan, do_o_BTH, mode="constant")
 
     own_BNHW = plan.weigh(from_start_BHIN[:, :, :, None], do_BNIHW, "I")[:, :, 0]
-    own_BHN = plan.add_up(from_start_BHIN * do_o_BHIN)
+    own_BHN = jnp.sum(from_start_BHIN * do_o_BHIN, axis=2)
     after_BNHW = jnp.pad(own_BNHW[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
     after_BHN = jnp.pad(own_BHN[..., 1:], ((0, 0), (0, 0), (0, 1)))
     ends_BNHW, ends_BHN = _across(plan, at_BHIN, (after_BNHW, after_BHN), reverse=True)
     to_end_BHJN = inside_BHIJN[:, :, -1]
     pg_BNJHW = plan.weigh(inside_BHIJN, do_BNIHW, "I")
     pg_BNJHW += _at_positions(to_end_BHJN) * ends_BNHW[:, :, None]
-    pe_BHJN = plan.add_up(inside_BHIJN * do_o_BHIN[:, :, :, None])
+    pe_BHJN = jnp.sum(inside_BHIJN * do_o_BHIN[:, :, :, None], axis=2)
     pe_BHJN += to_end_BHJN * ends_BHN[:, :, None]
     length = do_BTHW.shape[1]
     return _values_by_time(pg_BNJHW, length), _scores_by_time(pe_BHJN, length)
@@ -83,36 +84,71 @@ def _weigh_by_term(w_BHIJN, x, axis: str):
     return sum(_at_positions(w_BHIN) * x_BNHW[:, :, None] for w_BHIN, x_BNHW in terms)
 
 
-def _add_up_by_term(x):
-    return sum(jnp.unstack(x, axis=2))
-
-
 def _weigh_by_product(w_BHIJN, x, axis: str):
     other = "I" if axis == "J" else "J"
     return product(f"BHIJN,BN{axis}HW->BN{other}HW", w_BHIJN, x)
 
 
-def _add_up_at_once(x):
-    return jnp.sum(x, axis=2)
-
-
-def _in_turn(join: Callable, nothing, parts, *, reverse: bool):
+def _accumulate_in_turn(join: Callable, nothing, parts):
     def step(left, right):
         joined = join(left, right)
         return joined, joined
 
-    return jax.lax.scan(step, nothing, parts, reverse=reverse)[1]
+    return jax.lax.scan(step, nothing, parts)[1]
 
 
-def _in_parallel(join: Callable, nothing, parts, *, reverse: bool):
-    return jax.lax.associative_scan(join, parts, axis=0, reverse=reverse)
+def _accumulate_in_parallel(join: Callable, nothing, parts):
+    return jax.lax.associative_scan(join, parts, axis=0)
 
 
-# A loop costs a CPU little. On a TPU v5e a scan over all positions would move 5.7 GB where blocks
-# of 128 move 0.9 (see `tuning`); written out, blocks of 16 take a gigabyte of temporaries.
-ON_CPU = Plan(tuning.CPU.prefix_block, _weigh_by_term, _add_up_by_term, _in_turn)
+def _carry_in_turn(steps_NBH, x, *, reverse: bool):
+    """In place: a `jax.lax.scan` would have the values copied to its order of axes and back."""
+    blocks = steps_NBH.shape[0]
+
+    def step(i, carried):
+        y, y_n = carried
+        n = blocks - 1 - i if reverse else i
+        step_BH = steps_NBH[n]
+        y_n = jax.tree.map(lambda y, y_n: _beside(step_BH, y_n) * y_n + block(y, n), y, y_n)
+        return jax.tree.map(lambda y, y_n: put(y, y_n, n), y, y_n), y_n
+
+    def block(y, n):
+        return jax.lax.dynamic_index_in_dim(y, n, _axis_of_blocks(y), keepdims=False)
+
+    def put(y, y_n, n):
+        return jax.lax.dynamic_update_index_in_dim(y, y_n, n, _axis_of_blocks(y))
+
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(block(x, 0)), x)
+    return jax.lax.fori_loop(0, blocks, step, (x, nothing))[0]
+
+
+def _carry_in_parallel(steps_NBH, x, *, reverse: bool):
+    def add(left, right):
+        (steps_left, y_left), (steps_right, y_right) = left, right
+        y = jax.tree.map(lambda one, next: _beside(steps_right, one) * one + next, y_left, y_right)
+        return steps_left * steps_right, y
+
+    x_first = jax.tree.map(lambda x: jnp.moveaxis(x, _axis_of_blocks(x), 0), x)
+    sums = jax.lax.associative_scan(add, (steps_NBH, x_first), axis=0, reverse=reverse)
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, _axis_of_blocks(y)), sums[1])
+
+
+def _axis_of_blocks(x) -> int:
+    """Of x_BNHW or x_BHN."""
+    return 1 if x.ndim == 4 else 2
+
+
+def _beside(steps, x):
+    """Steps to multiply x, which may have a W at its end."""
+    return steps if steps.ndim == x.ndim else steps[..., None]
+
+
+# On a CPU the whole takes twice as long with associative scans across the blocks (measured). On a
+# TPU v5e a scan over all positions would move 5.7 GB where blocks of 128 move 0.9 (see `tuning`);
+# written out, blocks of 16 take a gigabyte of temporaries.
+ON_CPU = Plan(tuning.CPU.prefix_block, _weigh_by_term, _accumulate_in_turn, _carry_in_turn)
 ON_ACCELERATORS = Plan(
-    tuning.ACCELERATOR.prefix_block, _weigh_by_product, _add_up_at_once, _in_parallel
+    tuning.ACCELERATOR.prefix_block, _weigh_by_product, _accumulate_in_parallel, _carry_in_parallel
 )
 
 
@@ -127,7 +163,7 @@ def _running(plan: Plan, s_BHIN, runs_B1IN) -> Running:
     runs_B1 = None if runs_B1IN is None else jnp.full((batch, 1), -1, runs_B1IN.dtype)
     nothing = Running(jnp.full((batch, heads), -jnp.inf), jnp.zeros((batch, heads)), runs_B1)
     ends = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, -1], -1, 0), inside)
-    ends = plan.accumulate(join, nothing, ends, reverse=False)
+    ends = plan.accumulate(join, nothing, ends)
     starts = jax.tree.map(lambda none, x: jnp.concatenate([none[None], x[:-1]]), nothing, ends)
     starts = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1)[:, :, None], starts)
     return join(starts, inside)
@@ -157,26 +193,12 @@ def _weights(at_BHIN: Running, s_BHIN):
 
 
 def _across(plan: Plan, at_BHIN: Running, parts, *, reverse: bool):
-    """The sums at the blocks' ends from what is added there: parts (B, N, H, W) or (B, H, N)."""
-
-    def axes(x):
-        return (1, 0) if x.ndim == 4 else (-1, 0)
-
-    def add(left, right):
-        (decay_left, x_left), (decay_right, x_right) = left, right
-
-        def sum_of(one, other):
-            return one * jnp.expand_dims(decay_right, range(decay_right.ndim, one.ndim)) + other
-
-        return decay_left * decay_right, jax.tree.map(sum_of, x_left, x_right)
-
-    ends_NBH = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, -1], -1, 0), at_BHIN)
-    steps = decay(jax.tree.map(lambda x: x[:-1], ends_NBH), jax.tree.map(lambda x: x[1:], ends_NBH))
-    steps_NBH = jnp.pad(steps, ((0, 1) if reverse else (1, 0), (0, 0), (0, 0)))
-    blocks_first = tuple(jnp.moveaxis(x, *axes(x)) for x in parts)
-    nothing = (jnp.ones_like(steps_NBH[0]), tuple(jnp.zeros_like(x[0]) for x in blocks_first))
-    _, sums = plan.accumulate(add, nothing, (steps_NBH, blocks_first), reverse=reverse)
-    return tuple(jnp.moveaxis(y, *axes(x)[::-1]) for x, y in zip(parts, sums, strict=True))
+    """The sums at the blocks' ends from what is added there: x_BNHW or x_BHN, in a tuple."""
+    ends = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, -1], -1, 0), at_BHIN)
+    earlier, later = jax.tree.map(lambda x: x[:-1], ends), jax.tree.map(lambda x: x[1:], ends)
+    before_after = (0, 1) if reverse else (1, 0)
+    steps_NBH = jnp.pad(decay(earlier, later), (before_after, (0, 0), (0, 0)))
+    return plan.carry(steps_NBH, parts, reverse=reverse)
 
 
 def _scores_by_block(plan: Plan, x_BTH, mode: str):
