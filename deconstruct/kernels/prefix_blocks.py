@@ -30,7 +30,7 @@ class Plan(NamedTuple):
       weigh: (w_BHIJN, x by J or I, "J" or "I") -> sum over that axis of w x: (B, N, other, H, W).
       accumulate: (join, nothing, parts) -> the running join of the parts along axis 0.
       carry: (steps_NBH, x, reverse) -> y with y_n = steps_n y_(n-1) + x_n, or y_(n+1) in reverse,
-        for each x_BNHW or x_BHN of a tuple.
+        for each x_BNHW of a tuple.
     """
 
     size: int
@@ -65,15 +65,16 @@ def backward(plan: Plan, kept, do_BTHW, do_o_BTH):
     do_o_BHIN = _scores_by_block(plan, do_o_BTH, mode="constant")
 
     own_BNHW = plan.weigh(from_start_BHIN[:, :, :, None], do_BNIHW, "I")[:, :, 0]
-    own_BHN = jnp.sum(from_start_BHIN * do_o_BHIN, axis=2)
-    after_BNHW = jnp.pad(own_BNHW[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-    after_BHN = jnp.pad(own_BHN[..., 1:], ((0, 0), (0, 0), (0, 1)))
-    ends_BNHW, ends_BHN = _across(plan, at_BHIN, (after_BNHW, after_BHN), reverse=True)
+    own_BNH = jnp.swapaxes(jnp.sum(from_start_BHIN * do_o_BHIN, axis=2), 1, 2)
+    after = tuple(
+        jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (own_BNHW, own_BNH[..., None])
+    )
+    ends_BNHW, ends_BNH1 = _across(plan, at_BHIN, after, reverse=True)
     to_end_BHJN = inside_BHIJN[:, :, -1]
     pg_BNJHW = plan.weigh(inside_BHIJN, do_BNIHW, "I")
     pg_BNJHW += _at_positions(to_end_BHJN) * ends_BNHW[:, :, None]
     pe_BHJN = jnp.sum(inside_BHIJN * do_o_BHIN[:, :, :, None], axis=2)
-    pe_BHJN += to_end_BHJN * ends_BHN[:, :, None]
+    pe_BHJN += to_end_BHJN * jnp.swapaxes(ends_BNH1[..., 0], 1, 2)[:, :, None]
     length = do_BTHW.shape[1]
     return _values_by_time(pg_BNJHW, length), _scores_by_time(pe_BHJN, length)
 
@@ -108,39 +109,22 @@ def _carry_in_turn(steps_NBH, x, *, reverse: bool):
     def step(i, carried):
         y, y_n = carried
         n = blocks - 1 - i if reverse else i
-        step_BH = steps_NBH[n]
-        y_n = jax.tree.map(lambda y, y_n: _beside(step_BH, y_n) * y_n + block(y, n), y, y_n)
-        return jax.tree.map(lambda y, y_n: put(y, y_n, n), y, y_n), y_n
+        step_BH1 = steps_NBH[n][..., None]
+        y_n = jax.tree.map(lambda y, y_n: step_BH1 * y_n + y[:, n], y, y_n)
+        return jax.tree.map(lambda y, y_n: y.at[:, n].set(y_n), y, y_n), y_n
 
-    def block(y, n):
-        return jax.lax.dynamic_index_in_dim(y, n, _axis_of_blocks(y), keepdims=False)
-
-    def put(y, y_n, n):
-        return jax.lax.dynamic_update_index_in_dim(y, y_n, n, _axis_of_blocks(y))
-
-    nothing = jax.tree.map(lambda x: jnp.zeros_like(block(x, 0)), x)
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), x)
     return jax.lax.fori_loop(0, blocks, step, (x, nothing))[0]
 
 
 def _carry_in_parallel(steps_NBH, x, *, reverse: bool):
     def add(left, right):
         (steps_left, y_left), (steps_right, y_right) = left, right
-        y = jax.tree.map(lambda one, next: _beside(steps_right, one) * one + next, y_left, y_right)
+        y = jax.tree.map(lambda one, next: one * steps_right + next, y_left, y_right)
         return steps_left * steps_right, y
 
-    x_first = jax.tree.map(lambda x: jnp.moveaxis(x, _axis_of_blocks(x), 0), x)
-    sums = jax.lax.associative_scan(add, (steps_NBH, x_first), axis=0, reverse=reverse)
-    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, _axis_of_blocks(y)), sums[1])
-
-
-def _axis_of_blocks(x) -> int:
-    """Of x_BNHW or x_BHN."""
-    return 1 if x.ndim == 4 else 2
-
-
-def _beside(steps, x):
-    """Steps to multiply x, which may have a W at its end."""
-    return steps if steps.ndim == x.ndim else steps[..., None]
+    parts = (jnp.moveaxis(steps_NBH, 0, 1)[..., None], x)
+    return jax.lax.associative_scan(add, parts, axis=1, reverse=reverse)[1]
 
 
 # On a CPU the whole takes twice as long with associative scans across the blocks (measured). On a
@@ -193,7 +177,7 @@ def _weights(at_BHIN: Running, s_BHIN):
 
 
 def _across(plan: Plan, at_BHIN: Running, parts, *, reverse: bool):
-    """The sums at the blocks' ends from what is added there: x_BNHW or x_BHN, in a tuple."""
+    """The sums at the blocks' ends from what is added there, a tuple of x_BNHW."""
     ends = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, -1], -1, 0), at_BHIN)
     earlier, later = jax.tree.map(lambda x: x[:-1], ends), jax.tree.map(lambda x: x[1:], ends)
     before_after = (0, 1) if reverse else (1, 0)
