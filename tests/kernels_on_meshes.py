@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import FORMS, Case, assert_near, bind, inputs, with_gradients
 
-from deconstruct import sharding
+from deconstruct import sharding, tuning
 from deconstruct.kernels.reference import TOLERANCE
 
 COLLECTIVE = r" = (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\("
@@ -31,6 +31,7 @@ def place(mesh, x):
     return jax.device_put(x, NamedSharding(mesh, P(*axes)))
 
 
+tuning.CPU = tuning.CPU._replace(recurrence_chunk=16)  # so that the cases have several
 for (op, backend), dtype in itertools.product(FORMS, MESHES):
     case, tolerance = Case(40, 4, 2, 8, dtype=dtype), TOLERANCE[dtype]
     arrays, do = batch_of_8(op, case)

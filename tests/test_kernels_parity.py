@@ -114,22 +114,23 @@ def test_forms_of_one_op_take_different_paths(op):
     assert len(programs) == len(names) > 1
 
 
-@pytest.mark.parametrize(
-    "op, backend", [("taylor_attention", "chunked"), ("prefix_softmax", "blocked")]
-)
-def test_trace_for_accelerators_equals_reference(op, backend):
-    """These forms are traced otherwise for accelerators; a CPU can run that too."""
-    documents = (8, 33)
-    if op == "prefix_softmax":
-        documents = (128, 1, 391)  # its blocks hold 128 positions there
-    case = Case(sum(documents), 2, 2, 16, documents=documents if takes_documents(op) else None)
+# These forms are traced otherwise for accelerators; a CPU can run that too. The recurrence's chunks
+# hold 512 positions there, the prefix softmax's blocks 128.
+FOR_ACCELERATORS = [
+    ("taylor_attention", "chunked", Case(1100, 2, 1, 16, documents=(511, 1, 1, 587))),
+    ("taylor_attention", "chunked", Case(1100, 4, 2, 32, dtype="bfloat16", value_size=24)),
+    *(("prefix_softmax", "blocked", case) for case in covering_cases()),
+]
+
+
+@pytest.mark.parametrize("op, backend, case", FOR_ACCELERATORS, ids=str)
+def test_trace_for_accelerators_equals_reference(op, backend, case, wanted):
     arrays, do = inputs(op, case)
     on_cpu = str(jax.make_jaxpr(bind(op, case, backend))(*arrays))
     with kernels.target_platform("tpu"):
         assert str(jax.make_jaxpr(bind(op, case, backend))(*arrays)) != on_cpu
         got = with_gradients(bind(op, case, backend))(arrays, do)
-    reference = with_gradients(bind(op, case, "reference"))(arrays, do)
-    assert_near(got, reference, TOLERANCE[case.dtype])
+    assert_near(got, wanted(op, case), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,7 @@
 """The prefix softmax at its edges: large scores, late maxima, long rows, one token at a time."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +52,21 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[(b, d) for b in FORMS for d in ("float32", "bfloat16")])
+# A form, and whom it is traced for: `blocked` is another on accelerators.
+TRACED = [*((backend, "cpu") for backend in FORMS), ("blocked", "gpu")]
+
+
+@pytest.fixture(scope="module", params=itertools.product(TRACED, ("float32", "bfloat16")), ids=str)
 def compiled(request):
     """(a form with its gradients, dtype of the values), compiled once for all scores."""
-    backend, dtype = request.param
-    return with_gradients(bind("prefix_softmax", Case(T, H, H, K), backend)), dtype
+    (backend, platform), dtype = request.param
+    run = with_gradients(bind("prefix_softmax", Case(T, H, H, K), backend))
+
+    def traced(*arrays):
+        with kernels.target_platform(platform):
+            return run(*arrays)
+
+    return traced, dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)

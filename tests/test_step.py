@@ -289,7 +289,7 @@ def initial_values(*meshes):
     hashes = []
     for sizes, scan_layers in meshes:
         program = make_program("rnd_emb_qk", "even", 4, scan_layers=scan_layers)
-        # In shards narrower than a CPU's vectors JAX 0.12 rounds one value in some hundreds otherwise.
+        # Shards narrower than a CPU's vectors JAX 0.12 rounds otherwise, one value in hundreds.
         wider = make_spec("rnd_emb_qk", "even", 4, 16, model_dim=128)
         program = dataclasses.replace(program, spec=wider)
         mesh = sharding.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
