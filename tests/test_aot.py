@@ -306,8 +306,18 @@ def run_command(*args: str) -> subprocess.CompletedProcess:
                 importlib.util.find_spec("libtpu") is not None, reason="libtpu is here"
             ),
         ),
+        pytest.param(
+            [
+                "--kernel=causal_attention", "--dtype=bfloat16", "--topology=v5e:2x2",
+                "--heads=1", "--head_size=2048",
+            ],
+            "causal_attention by 'auto' cannot be compiled for it: ",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("libtpu") is None, reason="libtpu is not here"
+            ),
+        ),
     ],
-)
+)  # fmt: skip
 def test_errors_are_one_line(args, message):
     done = run_command(*args)
     assert done.returncode != 0 and not done.stdout

@@ -91,6 +91,16 @@ def test_a_wrong_backend_is_not_measured(op, monkeypatch):
         kernel_calls.check(call, "wrong")
 
 
+def test_a_backend_blind_to_documents_is_not_measured(monkeypatch):
+    """However short the rows."""
+    right = next(b for b in kernels.BACKENDS["prefix_softmax"] if b.name == "reference")
+    blind = Backend("blind", lambda s_BTH, v_BTGW, runs_BT: right.run(s_BTH, v_BTGW, None))
+    monkeypatch.setitem(kernels.BACKENDS, "prefix_softmax", (blind, right))
+    call = KernelCall("prefix_softmax", **{**SIZES, "length": 16, "document": 5})
+    with pytest.raises(ValueError, match="backend 'blind' is wrong"):
+        kernel_calls.check(call, "blind")
+
+
 @pytest.mark.parametrize("op", [*kernels.BACKENDS, "prefix_softmax of q, k and v"])
 @pytest.mark.parametrize("direction", [FORWARD, BOTH])
 def test_peers_are_the_same_function(op, direction):
@@ -151,6 +161,12 @@ def test_a_named_backend_that_one_of_the_ops_has():
     assert [(line["op"], line["backend"]) for line in lines] == [
         ("causal_attention", "xla"), ("prefix_softmax", "scan")
     ]  # fmt: skip
+    status, lines, told = run_kernels("--op=prefix_softmax", *["--backend=scan"] * 2)
+    assert status == 0 and len(lines) == 1
+    status, lines, told = run_kernels("--op=prefix_softmax", "--document=17")
+    assert (
+        status == 1 and told == "error: --document=17 is more than --length=16; 0 is whole rows\n"
+    )
     status, lines, told = run_kernels("--op=causal_attention", "--backend=scan")
     assert status == 1 and not lines and told.startswith("error: unknown --backend 'scan'")
 

@@ -53,12 +53,13 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
     """What `main` prints of a kernel, without its name and the topology.
 
     Raises:
-      ValueError: a backend that is unknown or cannot run the call.
+      ValueError: a backend that is unknown, cannot run the call or is refused by the compiler.
     """
     chip = wanted.chip
     mesh = sharding.make_mesh(1, 1, 1, slices.devices(wanted)[:1])
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_refused_in_one_line(f"{call.op} by {backend!r}"))
         dumped = stack.enter_context(gpu_code.dump()) if chip.gpu else None
         begun = time.perf_counter()
         stack.enter_context(kernels.target_platform(chip.platform, chip.capability))
@@ -94,6 +95,16 @@ def compile_kernel(call: kernel_calls.KernelCall, backend: str, wanted: slices.S
         **report,
         **({"code": code} if code is not None else {}),
     }
+
+
+@contextlib.contextmanager
+def _refused_in_one_line(what: str):
+    """What a compiler or its libraries refuse, or what is not written, is a ValueError."""
+    try:
+        yield
+    except RuntimeError as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{what} cannot be compiled for it: {lines[0]}") from error
 
 
 def compile_for(config: config_lib.Config, wanted: slices.Slice) -> dict:

@@ -176,7 +176,7 @@ def check(call: KernelCall, backend: str) -> None:
         length=min(call.length, _MANY[call.op]),
         heads=min(call.heads // call.groups, 3) * groups,
         groups=groups,
-        document=call.document and 70,
+        document=min(call.document, 70),
     )
     arguments = small.arguments()
     found, wanted = (

@@ -33,8 +33,8 @@ NAMES = [
 
 def from_flags(op: str) -> KernelCall:
     """Raises:
-    ValueError: documents for an op that knows none; scores for one that makes them anyway; groups
-      that do not divide the heads.
+    ValueError: documents for an op that knows none, or longer than rows; scores for one that
+      makes them anyway; groups that do not divide the heads.
     """
     if _HEADS.value % (_GROUPS.value or 1):
         raise ValueError(
@@ -45,6 +45,10 @@ def from_flags(op: str) -> KernelCall:
     if _DOCUMENT.value and not takes_documents(op):
         raise ValueError(
             f"--document={_DOCUMENT.value}: {op} has the same map for all rows; name other ops"
+        )
+    if _DOCUMENT.value > _LENGTH.value:
+        raise ValueError(
+            f"--document={_DOCUMENT.value} is more than --length={_LENGTH.value}; 0 is whole rows"
         )
     return KernelCall(
         op,

@@ -29,7 +29,7 @@ class Plan(NamedTuple):
       size: positions of a block.
       weigh: (w_BHIJN, x by J or I, "J" or "I") -> sum over that axis of w x: (B, N, other, H, W).
       accumulate: (join, nothing, parts) -> the running join of the parts along axis 0.
-      carry: (steps_NBH, x, reverse) -> y with y_n = steps_n y_(n-1) + x_n, or y_(n+1) in reverse,
+      carry: (decays_NBH, x, reverse) -> y with y_n = decay_n y_(n-1) + x_n, or y_(n+1) in reverse,
         for each x_BNHW of a tuple.
     """
 
@@ -102,33 +102,33 @@ def _accumulate_in_parallel(join: Callable, nothing, parts):
     return jax.lax.associative_scan(join, parts, axis=0)
 
 
-def _carry_in_turn(steps_NBH, x, *, reverse: bool):
-    """In place: a `jax.lax.scan` would have the values copied to its order of axes and back."""
-    blocks = steps_NBH.shape[0]
+def _carry_in_turn(decays_NBH, x, *, reverse: bool):
+    """In place, y over x: a `jax.lax.scan` would have the values copied to its order and back."""
+    blocks = decays_NBH.shape[0]
 
     def step(i, carried):
-        y, y_n = carried
+        array, last = carried  # y up to the last block and x from there on; y there
         n = blocks - 1 - i if reverse else i
-        step_BH1 = steps_NBH[n][..., None]
-        y_n = jax.tree.map(lambda y, y_n: step_BH1 * y_n + y[:, n], y, y_n)
-        return jax.tree.map(lambda y, y_n: y.at[:, n].set(y_n), y, y_n), y_n
+        decay_BH1 = decays_NBH[n][..., None]
+        here = jax.tree.map(lambda y_BHW, x: decay_BH1 * y_BHW + x[:, n], last, array)
+        return jax.tree.map(lambda x, y_BHW: x.at[:, n].set(y_BHW), array, here), here
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), x)
     return jax.lax.fori_loop(0, blocks, step, (x, nothing))[0]
 
 
-def _carry_in_parallel(steps_NBH, x, *, reverse: bool):
+def _carry_in_parallel(decays_NBH, x, *, reverse: bool):
     def add(left, right):
-        (steps_left, y_left), (steps_right, y_right) = left, right
-        y = jax.tree.map(lambda one, next: one * steps_right + next, y_left, y_right)
-        return steps_left * steps_right, y
+        (decay_left, y_left), (decay_right, y_right) = left, right
+        sums = jax.tree.map(lambda before, own: before * decay_right + own, y_left, y_right)
+        return decay_left * decay_right, sums
 
-    parts = (jnp.moveaxis(steps_NBH, 0, 1)[..., None], x)
+    parts = (jnp.moveaxis(decays_NBH, 0, 1)[..., None], x)
     return jax.lax.associative_scan(add, parts, axis=1, reverse=reverse)[1]
 
 
 # On a CPU the whole takes twice as long with associative scans across the blocks (measured). On a
-# TPU v5e a scan over all positions would move 5.7 GB where blocks of 128 move 0.9 (see `tuning`);
+# TPU v5e a scan over all positions would move 6.0 GB where blocks of 128 move 1.0 (see `tuning`);
 # written out, blocks of 16 take a gigabyte of temporaries.
 ON_CPU = Plan(tuning.CPU.prefix_block, _weigh_by_term, _accumulate_in_turn, _carry_in_turn)
 ON_ACCELERATORS = Plan(
@@ -181,8 +181,8 @@ def _across(plan: Plan, at_BHIN: Running, parts, *, reverse: bool):
     ends = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, -1], -1, 0), at_BHIN)
     earlier, later = jax.tree.map(lambda x: x[:-1], ends), jax.tree.map(lambda x: x[1:], ends)
     before_after = (0, 1) if reverse else (1, 0)
-    steps_NBH = jnp.pad(decay(earlier, later), (before_after, (0, 0), (0, 0)))
-    return plan.carry(steps_NBH, parts, reverse=reverse)
+    decays_NBH = jnp.pad(decay(earlier, later), (before_after, (0, 0), (0, 0)))
+    return plan.carry(decays_NBH, parts, reverse=reverse)
 
 
 def _scores_by_block(plan: Plan, x_BTH, mode: str):

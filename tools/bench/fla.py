@@ -17,6 +17,7 @@ from tools import kernel_flags
 from tools.kernel_calls import BOTH, DIRECTIONS, FORWARD, KernelCall
 
 flags.adopt_module_key_flags(kernel_flags)  # so that --help lists them
+_LARGEST_HEAD = 128  # of `parallel_based`
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "runs of each that count", lower_bound=1)
 
 
@@ -25,6 +26,8 @@ def main(argv) -> None:
     for name in ("groups", "document", "makes_scores"):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name}: these kernels know nothing of it; leave it out")
+    if flags.FLAGS.head_size > _LARGEST_HEAD:
+        raise ValueError(f"--head_size: these kernels take up to {_LARGEST_HEAD}")
     torch, ops = _packages()
     for op, peer in (("taylor_attention", _based), ("prefix_softmax", _rwkv4)):
         call = kernel_flags.from_flags(op)

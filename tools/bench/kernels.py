@@ -80,4 +80,4 @@ def _named(op: str) -> list[str]:
         if name not in known:
             raise ValueError(unknown_name("--backend", name, sorted(set(known))))
     of_op = [backend.name for backend in kernels.BACKENDS[op]]
-    return [name for name in _BACKENDS.value if name in of_op]
+    return [name for name in dict.fromkeys(_BACKENDS.value) if name in of_op]

@@ -30,7 +30,12 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of each mixer that count", lo
 
 def main(argv) -> None:
     del argv
-    for line in measure(dict.fromkeys([STANDARD, *_MIXERS.value]), _ROUNDS.value):
+    try:
+        lines = measure(dict.fromkeys([STANDARD, *_MIXERS.value]), _ROUNDS.value)
+    except RuntimeError as error:  # of XLA
+        first = str(error).splitlines()[0]
+        raise ValueError(f"not all mixers run with these sizes here: {first}") from error
+    for line in lines:
         setting = {"device": jax.devices()[0].device_kind, **machine.setting()}
         print(json.dumps({"benchmark": "mixers", **line, **setting}), flush=True)
 
