@@ -57,9 +57,9 @@ CPU = Tuning(
     # In chunks of 128, 256, 512 and 1,024 positions 8,192 take 536, 565, 631 and 690 ms forward and
     # backward, 168, 164, 169 and 198 forward (measured); twice the chunks keep twice the states.
     recurrence_chunk=256,
-    # With heads of 64 both forms take about as long at 6,200 to 7,000 positions; at 8,192 the
-    # recurrence takes 0.74 of the time forward and 0.81 both ways (measured). FLOPs say 4,358.
-    recurrence_cost=1.6,
+    # With heads of 64 both forms take about as long at 6,200 positions; at 7,000 the recurrence
+    # takes 0.91 of the time forward and 0.82 both ways (measured). FLOPs say 4,358.
+    recurrence_cost=1.4,
     # Forward and backward blocks of 16 take 1.4 times as long, of 4 as long (measured).
     prefix_block=8,
     # Two cores compile a shape in about 1.7 s; half of that, for some processes score a list once
