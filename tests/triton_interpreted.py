@@ -4,23 +4,31 @@ It runs on PyTorch's tensors; what is compared with comes from the references, o
 products would read bfloat16 as integers: float16 takes the part of 16-bit values.
 """
 
+import dataclasses
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import torch
-from kernel_cases import Case, assert_near, bind, inputs, segments, with_gradients
+from kernel_cases import (
+    Case,
+    assert_near,
+    bind,
+    covering_cases,
+    inputs,
+    segments,
+    with_gradients,
+)
 
 from deconstruct.kernels import prefix_triton
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import TOLERANCE
 
-CASES = [
-    Case(1, 2, 2, 16),
-    Case(200, 2, 1, 16),
-    Case(63, 3, 1, 80, documents=(7, 1, 8, 1, 15, 1, 24, 6)),
-    Case(150, 4, 2, 24, documents=(63, 1, 1, 63, 22)),
-    Case(130, 2, 2, 64, dtype="float16"),
+# Documents end just before, at and just after the edges of its tiles of 32 positions.
+AT_EDGES = Case(163, 4, 2, 24, documents=(31, 1, 1, 31, 32, 32, 35))
+COVERING = [
+    dataclasses.replace(case, dtype=case.dtype.replace("bfloat16", "float16"))
+    for case in covering_cases()
 ]
 
 
@@ -44,15 +52,20 @@ def interpret(case: Case, s_BTH, v_BTGW, do_BTHW):
     return o.numpy(), ds.numpy().swapaxes(1, 2), dv_BTGW.numpy()
 
 
-for case in CASES:
-    arrays, do = inputs("prefix_softmax", case)
-    for scale in (1.0, 100.0):
-        given = arrays[0] * scale, arrays[1]
-        exact = [x.astype(jnp.float32) for x in (*given, do)]
-        wanted = with_gradients(bind("prefix_softmax", case, "reference"))(exact[:2], exact[2])
-        dtypes = (do.dtype, *(x.dtype for x in given))
-        wanted = [x.astype(dtype) for x, dtype in zip(wanted, dtypes, strict=True)]
-        assert_near(
-            interpret(case, *given, do), wanted, TOLERANCE.get(case.dtype, TOLERANCE["bfloat16"])
-        )
+def check(case: Case, scale: float) -> None:
+    """Against the reference, of scores as large as `scale`."""
+    (s_BTH, v_BTGW), do_BTHW = inputs("prefix_softmax", case)
+    given = jnp.clip(s_BTH, -1, 1) * scale if scale > 1 else s_BTH, v_BTGW
+    exact = [x.astype(jnp.float32) for x in (*given, do_BTHW)]
+    wanted = with_gradients(bind("prefix_softmax", case, "reference"))(exact[:2], exact[2])
+    dtypes = (do_BTHW.dtype, *(x.dtype for x in given))
+    wanted = [x.astype(dtype) for x, dtype in zip(wanted, dtypes, strict=True)]
+    tolerance = TOLERANCE.get(case.dtype, TOLERANCE["bfloat16"])
+    assert_near(interpret(case, *given, do_BTHW), wanted, tolerance)
+
+
+for case in (AT_EDGES, *COVERING):
+    check(case, 1)
+for scale in (100, 1e4):
+    check(AT_EDGES, scale)
 sys.stdout.write("equal\n")
