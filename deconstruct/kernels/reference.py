@@ -18,7 +18,7 @@ CANCELLATION = {"float32": 2**-26, "bfloat16": 2**-13, "steps": 2**-23}
 
 
 def attention_scores(q_BTHK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
-    """q.k / sqrt(K) in float32: (B, H, T, S). The one definition of the scale."""
+    """q.k / sqrt(K) in float32: (B, H, T, S). What every form scales by is tested against it."""
     heads = q_BTHK.shape[2]
     k_BSHK = per_head(k_BSGK.astype(jnp.float32), heads)
     scores_BHTS = product("BTHK,BSHK->BHTS", q_BTHK.astype(jnp.float32), k_BSHK)
