@@ -17,6 +17,7 @@ from deconstruct.kernels import (
     taylor_chunks_gpu,
     taylor_chunks_tpu,
     taylor_recurrence,
+    taylor_state_gpu,
 )
 from deconstruct.kernels.documents import document_runs
 from deconstruct.kernels.reference import CANCELLATION, TOLERANCE
@@ -89,6 +90,20 @@ def test_a_tpus_chunks_of_several_tiles_pass_their_state_on():
     run = functools.partial(tpu_chunked(256), runs_BT=document_runs(segments(case)))
     reference = with_gradients(bind(OP, case, "reference"))(arrays, do)
     assert_near(with_gradients(run)(arrays, do), reference, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("key_size, most", [(16, 1.9), (20, 3.7), (64, 1.24), (128, 1.12)])
+def test_a_gpus_state_holds_a_pair_of_entries_once(key_size, most):
+    """But for those of one tile; in times K (K + 1) / 2."""
+    pairs = taylor_state_gpu.Pairs(key_size)
+    rows = np.stack([np.asarray(pairs.rows(i))[:key_size] for i in range(key_size)])
+    np.testing.assert_array_equal(rows, rows.T)
+    assert len(np.unique(rows)) == key_size * (key_size + 1) // 2
+    assert rows.max() < pairs.count < most * key_size * (key_size + 1) / 2
+    first, tile = pairs.of(rows)
+    i, j = np.indices(rows.shape)
+    np.testing.assert_array_equal(first, np.minimum(i, j))
+    np.testing.assert_array_equal(tile, np.maximum(i, j) // pairs.TILE)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

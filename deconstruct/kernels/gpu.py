@@ -127,6 +127,14 @@ class Rows(NamedTuple):
         at = self._at(ref, width, before, between)
         return load(at, mask=mask, other=None if mask is None else fill)
 
+    def read_at(self, ref, places_I: jax.Array, width: int) -> jax.Array:
+        """(I, side(width)) of rows that lie anywhere; 0 for those that do not exist."""
+        mask = self._mask(ref, width)
+        shape = self.size, ref.shape[-1]
+        columns_IW = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        at = ref.at[jnp.broadcast_to(places_I[:, None], shape), columns_IW]
+        return load(at, mask=mask, other=None if mask is None else 0)
+
     def write(self, ref, x: jax.Array, width: int | None = None, *, before=()) -> None:
         """What exists of (I,), or of (I, side(width))."""
         store(self._at(ref, width, before), x.astype(ref.dtype), mask=self._mask(ref, width))

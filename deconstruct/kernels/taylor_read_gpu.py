@@ -7,8 +7,11 @@ that change with y, are
     r_x = S_x + sum_i y_i S_ix + 1/2 sum_ij y_i y_j S_ijx,
     s_j = sum_x g_x S_jx + sum_i y_i sum_x g_x S_ijx.
 
-For each entry i that is one product of y, or of g, with a matrix of the state. The tensor cores
-round what goes into it; the sum over i stays float32.
+For r the pairs of an entry i with a tile of entries j are multiplied with their part of the state,
+each pair once. For s all of i's pairs are put together from where they lie and multiplied with g,
+twice the products of the least: to hand on each pair's change to both its entries took more
+registers than there are, by the compiler. The tensor cores round what goes into a product; sums
+stay float32.
 
 Axes: see `taylor_state_gpu`.
 """
@@ -23,12 +26,16 @@ from jax.experimental.pallas.triton import load
 
 from deconstruct.kernels import gpu
 from deconstruct.kernels.precision import block_product
-from deconstruct.kernels.taylor_state_gpu import AXES, Plan, Side, State, plan_of, sizes
+from deconstruct.kernels.taylor_state_gpu import AXES, Pairs, Plan, Side, State, plan_of, sizes
 
 # Bytes of a number -> for heads up to 64 and larger ones: positions, warps and stages of a program.
 # By what the compiler says, as `taylor_state_gpu.SUMS`; float32's products hold their operands in
 # registers, and spill some.
 READS = {2: ((128, 8, 3), (64, 8, 3)), 4: ((16, 4, 2), (16, 8, 2))}
+
+# That are multiplied without a branch between. By what the compiler says: with 4 two programs no
+# longer share a multiprocessor.
+ENTRIES_A_STEP = 2
 
 
 def read_weighed(side: Side, state: State, chunk: int, o_BTHW, sum_BHT):
@@ -59,14 +66,14 @@ def slope(side: Side, state: State, chunk: int, own_BTHK, first: int) -> jax.Arr
 def _read(kernel, side: Side, state: State, chunk: int, first: int, given, made):
     positions, *warps_and_stages = sizes(READS, side)
     groups, key_size = state.weight.shape[-1], side.y_BTHK.shape[-1]
-    plan = plan_of(side, groups, chunk, first, key_size, positions)
+    plan = plan_of(side, groups, chunk, first, Pairs(key_size).count, positions)
     steps = plan.chunk // plan.positions
 
     def place(step, head, row):
         n = jnp.clip(step // steps - first, 0, plan.chunks - 2)
         return {"N": n, "T": step, "B": row, "G": head // plan.heads_of_group, "H": head}
 
-    blocks = {**plan.blocks, "T": plan.positions, "E": plan.entries}
+    blocks = {**plan.blocks, "T": plan.positions, "F": plan.pairs}
     grid = plan.chunks * steps, plan.heads, len(side.y_BTHK)
     tiling = gpu.Tiling(grid, blocks, place, *warps_and_stages)
     shared = [(side.y_BHET, "BHLT"), (side.counts_BT, "BT"), *zip(state, AXES, strict=True)]
@@ -78,21 +85,55 @@ class _Reader(NamedTuple):
 
     plan: Plan
     rows: gpu.Rows
-    steps: jax.Array
+    there: jax.Array
     counts_T: jax.Array
     entries_ref: jax.Ref
     state: State
 
-    def product(self, x, contract: tuple[int, int]) -> jax.Array:
-        """sum_i y_i x S_i, S_i being matrices of pairs."""
+    def pairs(self) -> jax.Array:
+        """1/2 sum_ij y_i y_j S_ij: (T, W)."""
+        size = Pairs.TILE
+
+        def step(tile, so_far):
+            y_TJ = self.entries(tile * size, size)
+            so_far = self._add_pairs(so_far, y_TJ, tile, 0, tile)
+            return self._add_pairs(so_far, 0.5 * y_TJ, tile, tile, tile + 1)  # they stand twice
+
+        nothing = jnp.zeros((self.plan.positions, self.state.pairs_FW.shape[-1]), jnp.float32)
+        tiles = Pairs(self.plan.key_size).tiles
+        return jax.lax.fori_loop(0, self.there * tiles, step, nothing)
+
+    def _add_pairs(self, so_far, y_TJ, tile, first, end):
+        """A tile's with the entries i of tiles from `first` up to `end`."""
+        pairs = Pairs(self.plan.key_size)
+
+        def step(number, so_far):
+            for i in range(ENTRIES_A_STEP):
+                i += number * ENTRIES_A_STEP
+                y_T = load(self.entries_ref.at[i, :])
+                at = gpu.Rows(pairs.start(tile) + i * pairs.TILE, pairs.TILE, None)
+                pairs_JW = at.read(self.state.pairs_FW, self.plan.width)
+                so_far += block_product(y_TJ * y_T[:, None], pairs_JW)
+            return so_far
+
+        steps = pairs.TILE // ENTRIES_A_STEP
+        return jax.lax.fori_loop(first * steps, end * steps, step, so_far)
+
+    def pairs_slope(self, g_TW) -> jax.Array:
+        """sum_i y_i sum_x g_x S_ijx: (T, K)."""
+        keys, pairs = self.plan.keys, Pairs(self.plan.key_size)
+        slope_TK = jnp.zeros((self.plan.positions, keys.size), jnp.float32)
 
         def step(i, so_far):
             y_T = load(self.entries_ref.at[i, :]).astype(jnp.float32)
-            pairs_KW = self.plan.keys.read(self.state.pairs_EKW, self.plan.width, before=(i,))
-            return so_far + y_T[:, None] * block_product(x, pairs_KW, contract)
+            pairs_KW = keys.read_at(self.state.pairs_FW, pairs.rows(i), self.plan.width)
+            return so_far + y_T[:, None] * block_product(g_TW, pairs_KW, (1, 1))
 
-        size = self.state.pairs_EKW.shape[2 - contract[1]]
-        return jax.lax.fori_loop(0, self.steps, step, jnp.zeros((x.shape[0], size), jnp.float32))
+        return jax.lax.fori_loop(0, self.there * self.plan.key_size, step, slope_TK)
+
+    def entries(self, first, size: int) -> jax.Array:
+        """Of positions that count, else 0: (T, I)."""
+        return load(self.entries_ref.at[pl.ds(first, size), :]).T
 
     def once(self, x, contract: tuple[int, int]) -> jax.Array:
         """x S, S being the matrix of entries."""
@@ -108,7 +149,7 @@ class _Reader(NamedTuple):
     def read(self, y_TK) -> jax.Array:
         """r, but for its weight: (T, W)."""
         once_TW = self.once(y_TK, (1, 0)) + _vector(self.state.ones_W, self.plan.width)[None]
-        return once_TW * self.counts_T[:, None] + self.product(y_TK, (1, 0)) / 2
+        return once_TW * self.counts_T[:, None] + self.pairs()
 
 
 def _vector(ref, size: int) -> jax.Array:
@@ -124,7 +165,7 @@ def _reader(plan: Plan, y_ref, counts_ref, state: State) -> _Reader:
     counts_T = jnp.broadcast_to(there.astype(jnp.float32), (plan.positions,))
     if counts_ref is not None:
         counts_T *= rows.read(counts_ref)
-    return _Reader(plan, rows, there.astype(jnp.int32) * plan.key_size, counts_T, y_ref, state)
+    return _Reader(plan, rows, there.astype(jnp.int32), counts_T, y_ref, state)
 
 
 def _read_weighed_kernel(plan: Plan, entries_ref, counts_ref, *refs):
@@ -159,5 +200,5 @@ def _slope_kernel(plan: Plan, entries_ref, counts_ref, *refs):
         of_weight_TK *= rows.read(weight_ref)[:, None]
     once_TK = (reader.once(g_TW, (1, 1)) + of_weight_TK) * reader.counts_T[:, None]
     own_TK = rows.read(own_ref, plan.key_size).astype(jnp.float32)
-    total_TK = own_TK + once_TK + reader.product(g_TW, (1, 1))
+    total_TK = own_TK + once_TK + reader.pairs_slope(g_TW)
     rows.write(out_ref, total_TK, plan.key_size)

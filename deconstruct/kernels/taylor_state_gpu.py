@@ -3,12 +3,12 @@
 Of a side, queries or keys, y are its vectors and g its columns: values, or what comes from the
 output's gradient; beside them stands one more column, the weight, of ones for values. The sums over
 a chunk of 1, y_i and y_i y_j times the columns are its share of the state, which the other side
-reads (`taylor_read_gpu`). For each entry i one product sums y_i y_j over the chunk; a program makes
-a few entries' at a time. The state is whole, with the pairs (i, j) and (j, i): half of it would do,
-but then no matrix of it would be whole.
+reads (`taylor_read_gpu`). The pairs (i, j) and (j, i) are one, but where i and j are near
+(`Pairs`).
 
 Axes: N chunks (but one), B batch, G groups, T time, H heads, K and L key size, W value size, E
-entries of a vector, filled up to a power of two in arrays that lie time last.
+entries of a vector, filled up to a power of two in arrays that lie time last, I and J entries of
+one tile, F pairs of entries.
 """
 
 import functools
@@ -16,17 +16,59 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import load
 
 from deconstruct.kernels import gpu
 from deconstruct.kernels.precision import block_product
 
-# Bytes of a number -> for heads up to 64 and larger ones: entries, positions at a time and warps of
-# a program. By what the compiler says of Hopper and Ampere chips, not by a clock: of bfloat16
-# nothing spills, and what a program fetches from the cache takes less time than its products.
-SUMS = {2: ((4, 64, 4), (2, 64, 8)), 4: ((4, 32, 8), (1, 32, 8))}
+# Bytes of a number -> for heads up to 64 and larger ones: products (of MADE_AT_ONCE pairs each),
+# positions at a time and warps of a program. By what the compiler says of Hopper and Ampere chips,
+# not by a clock: of bfloat16 nothing spills, and what a program fetches from the cache takes less
+# time than its products.
+SUMS = {2: ((4, 64, 4), (4, 64, 8)), 4: ((4, 32, 8), (2, 32, 8))}
+MADE_AT_ONCE = 64  # the rows that Hopper's tensor cores multiply
+
+
+class Pairs(NamedTuple):
+    """Which pairs of entries a state holds, and where.
+
+    Entries are cut into tiles. Of two tiles each pair stands once, of one tile both (i, j) and
+    (j, i) do: 2,560 for the 2,080 pairs of 64 entries, 9,216 for the 8,256 of 128. They are ordered
+    by the tile of j, then by i, up to that tile's last, then by j.
+
+    Attributes:
+      key_size: the number of entries.
+    """
+
+    key_size: int
+
+    TILE = 16  # what a tensor core sums over, at least
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.key_size, self.TILE)
+
+    @property
+    def count(self) -> int:
+        """F."""
+        return self.start(self.tiles)
+
+    def start(self, tile):
+        """Of the pairs whose j is in a tile."""
+        return tile * (tile + 1) * (self.TILE**2 // 2)
+
+    def rows(self, i) -> jax.Array:
+        """Where entry i's pairs with all others are: (K,), filled up."""
+        j_K = jax.lax.iota(jnp.int32, gpu.side(self.key_size))
+        first_K, last_K = jnp.minimum(i, j_K), jnp.maximum(i, j_K)
+        start_K = self.start(jax.lax.div(last_K, self.TILE))
+        return start_K + first_K * self.TILE + jax.lax.rem(last_K, self.TILE)
+
+    def of(self, row):
+        """(i, the tile of j) of the pair in a row."""
+        tile = sum((row >= self.start(later)).astype(jnp.int32) for later in range(1, self.tiles))
+        return jax.lax.div(row - self.start(tile), self.TILE), tile
 
 
 class Side(NamedTuple):
@@ -52,13 +94,13 @@ class State(NamedTuple):
 
     ones_W: jax.Array
     entries_KW: jax.Array
-    pairs_EKW: jax.Array
+    pairs_FW: jax.Array
     weight: jax.Array
     weight_K: jax.Array
     weight_KL: jax.Array
 
 
-AXES = State("NBGW", "NBGKW", "NBGEKW", "NBG", "NBGK", "NBGKL")
+AXES = State("NBGW", "NBGKW", "NBGFW", "NBG", "NBGK", "NBGKL")
 
 
 class Plan(NamedTuple):
@@ -69,7 +111,7 @@ class Plan(NamedTuple):
       heads, groups: of the side, and of the state.
       key_size, width: of y and of g.
       first: the chunk that the first sums are of, or that first reads a state: 0 or 1.
-      entries: whose pairs a program makes or reads.
+      pairs: that a program makes or reads.
       positions: that a program goes through at a time, or that it reads for.
     """
 
@@ -80,12 +122,8 @@ class Plan(NamedTuple):
     key_size: int
     width: int
     first: int
-    entries: int
+    pairs: int
     positions: int
-
-    @property
-    def entry_blocks(self) -> int:
-        return pl.cdiv(self.key_size, self.entries)
 
     @property
     def heads_of_group(self) -> int:
@@ -105,29 +143,28 @@ class Plan(NamedTuple):
 
 def sums(side: Side, groups: int, chunk: int, first: int) -> State:
     """Of all chunks but the last, or from `first` = 1 on, float32."""
-    entries, positions, warps = sizes(SUMS, side)
-    plan = plan_of(side, groups, chunk, first, entries, positions)
+    products, positions, warps = sizes(SUMS, side)
+    all_pairs = Pairs(side.y_BTHK.shape[-1]).count
+    plan = plan_of(side, groups, chunk, first, products * MADE_AT_ONCE, positions)
     batch, chunks = len(side.y_BTHK), plan.chunks - 1
     lead, size, width = (chunks, batch, groups), plan.key_size, plan.width
-    every_entry = plan.entry_blocks * plan.entries  # a block's last ones may be zeros
-    shapes = (width,), (size, width), (every_entry, size, width), (), (size,), (size, size)
+    shapes = (width,), (size, width), (all_pairs, width), (), (size,), (size, size)
     made = [((*lead, *shape), jnp.float32, axes) for shape, axes in zip(shapes, AXES, strict=True)]
     pairs = made.pop(2)
 
     def place(block, number, row):
         n, group = number // groups, jax.lax.rem(number, groups)
-        return {"N": n, "T": n + first, "B": row, "G": group, "H": group, "E": block}
+        return {"N": n, "T": n + first, "B": row, "G": group, "H": group, "F": block}
 
     given = [(side.y_BHET, "BHLT"), (side.g_BTHW, "BTHW")]
     weights = [(side.weight_BHT, "BHT"), (side.counts_BT, "BT")]
-    blocks = {**plan.blocks, "T": chunk, "H": plan.heads_of_group, "E": plan.entries}
-    tiling = gpu.Tiling(
-        (plan.entry_blocks, chunks * groups, batch), blocks, place, warps, num_stages=2
-    )
-    (pairs_EKW,) = gpu.call(functools.partial(_pairs_kernel, plan), tiling, given, [pairs])
+    blocks = {**plan.blocks, "T": chunk, "H": plan.heads_of_group, "F": plan.pairs}
+    grid = all_pairs // plan.pairs, chunks * groups, batch
+    tiling = gpu.Tiling(grid, blocks, place, warps, num_stages=2)
+    (pairs_FW,) = gpu.call(functools.partial(_pairs_kernel, plan), tiling, given, [pairs])
     few = tiling._replace(grid=(1, *tiling.grid[1:]))
     others = gpu.call(functools.partial(_sums_kernel, plan), few, [*given, *weights], made)
-    return State(*others[:2], pairs_EKW, *others[2:])
+    return State(*others[:2], pairs_FW, *others[2:])
 
 
 def sizes(table, side: Side) -> tuple[int, ...]:
@@ -136,11 +173,11 @@ def sizes(table, side: Side) -> tuple[int, ...]:
     return table[side.y_BTHK.dtype.itemsize][wide]
 
 
-def plan_of(side: Side, groups: int, chunk: int, first: int, entries: int, positions: int) -> Plan:
+def plan_of(side: Side, groups: int, chunk: int, first: int, pairs: int, positions: int) -> Plan:
     _, length, heads, key_size = side.y_BTHK.shape
     width = side.g_BTHW.shape[-1]
     chunks, positions = length // chunk, min(positions, chunk)
-    return Plan(chunk, chunks, heads, groups, key_size, width, first, entries, positions)
+    return Plan(chunk, chunks, heads, groups, key_size, width, first, pairs, positions)
 
 
 def _along_chunk(plan: Plan, step, nothing):
@@ -155,21 +192,27 @@ def _along_chunk(plan: Plan, step, nothing):
 
 
 def _pairs_kernel(plan: Plan, y_ref, g_ref, pairs_ref):
-    first = pl.program_id(0) * plan.entries
+    pairs = Pairs(plan.key_size)
+    entries = MADE_AT_ONCE // pairs.TILE
+    first, tile = pairs.of(pl.program_id(0) * plan.pairs)
 
     def step(head, rows: gpu.Rows, sums):
         at = pl.ds(rows.start, rows.size)
-        y_KT = load(y_ref.at[head, :, at])
+        y_JT = load(y_ref.at[head, pl.ds(tile * pairs.TILE, pairs.TILE), at])
         g_TW = rows.read(g_ref, plan.width, between=(head,))
-        entries = [load(y_ref.at[head, first + i, at]) for i in range(plan.entries)]
-        return tuple(
-            sum_KW + block_product(y_KT * y_T[None], g_TW)
-            for sum_KW, y_T in zip(sums, entries, strict=True)
-        )
 
-    nothing = jnp.zeros(pairs_ref.shape[1:], jnp.float32)
-    for i, sum_KW in enumerate(_along_chunk(plan, step, (nothing,) * plan.entries)):
-        plan.keys.write(pairs_ref, sum_KW, plan.width, before=(np.int32(i),))
+        def add(product: int, sum_FW):
+            y_IT = load(y_ref.at[head, pl.ds(first + product * entries, entries), at])
+            pairs_FT = (y_IT[:, None] * y_JT[None]).reshape(MADE_AT_ONCE, rows.size)
+            return sum_FW + block_product(pairs_FT, g_TW)
+
+        return tuple(add(*numbered) for numbered in enumerate(sums))
+
+    products = plan.pairs // MADE_AT_ONCE
+    nothing = jnp.zeros((MADE_AT_ONCE, pairs_ref.shape[-1]), jnp.float32)
+    for product, sum_FW in enumerate(_along_chunk(plan, step, (nothing,) * products)):
+        made = gpu.Rows(product * MADE_AT_ONCE, MADE_AT_ONCE, None)
+        made.write(pairs_ref, sum_FW, plan.width)
 
 
 def _sums_kernel(plan: Plan, y_ref, g_ref, weight_ref, counts_ref, *refs):
