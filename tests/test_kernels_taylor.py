@@ -92,7 +92,9 @@ def test_a_tpus_chunks_of_several_tiles_pass_their_state_on():
     assert_near(with_gradients(run)(arrays, do), reference, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("key_size, most", [(16, 1.9), (20, 3.7), (64, 1.24), (128, 1.12)])
+@pytest.mark.parametrize(
+    "key_size, most", [(16, 1.9), (20, 3.7), (64, 1.24), (80, 1.2), (128, 1.12)]
+)
 def test_a_gpus_state_holds_a_pair_of_entries_once(key_size, most):
     """But for those of one tile; in times K (K + 1) / 2."""
     pairs = taylor_state_gpu.Pairs(key_size)

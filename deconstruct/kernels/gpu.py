@@ -23,7 +23,7 @@ from jax.experimental.pallas.triton import CompilerParams, load, store
 
 from deconstruct.kernels.backends import platform
 
-_SMALLEST_SIDE = 16  # of a matrix that a tensor core multiplies
+SMALLEST_SIDE = 16  # of a matrix that a tensor core multiplies
 
 
 def too_large(limit: int, *sizes: int) -> str | None:
@@ -35,7 +35,7 @@ def too_large(limit: int, *sizes: int) -> str | None:
 
 def side(size: int) -> int:
     """Of the block that holds `size` numbers."""
-    return max(pl.next_power_of_2(size), _SMALLEST_SIDE)
+    return max(pl.next_power_of_2(size), SMALLEST_SIDE)
 
 
 class Tiling(NamedTuple):
@@ -128,7 +128,8 @@ class Rows(NamedTuple):
         return load(at, mask=mask, other=None if mask is None else fill)
 
     def read_at(self, ref, places_I: jax.Array, width: int) -> jax.Array:
-        """(I, side(width)) of rows that lie anywhere; 0 for those that do not exist."""
+        """(I, side(width)): in place of each position, what lies in one of `places_I`; 0 for those
+        that do not exist."""
         mask = self._mask(ref, width)
         shape = self.size, ref.shape[-1]
         columns_IW = jax.lax.broadcasted_iota(jnp.int32, shape, 1)

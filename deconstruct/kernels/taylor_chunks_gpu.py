@@ -9,12 +9,13 @@ one another's place. With the whole row's sums of weights the kernels of a chunk
 of all gradients.
 
 Chunks are summed side by side, then passed on from one to the next. So the states of all chunks lie
-in memory: for each chunk and group (K + 16) K W / 2 numbers (`taylor_state_gpu.Pairs`), in float32
-before they are passed on and in the inputs' dtype after it, linear in the length.
+in memory: for each chunk and group (K + 16) K W / 2 numbers, K filled up to a multiple of 16
+(`taylor_state_gpu.Pairs`), in float32 before they are passed on and in the inputs' dtype after it,
+linear in the length.
 
 Of float32 inputs nothing is rounded. Of bfloat16 ones states are rounded on their way into a
-product, and so are products of two entries of a vector; sums stay float32. What that
-does to a weight is told in `taylor_chunks_tpu`.
+product, and so are products of two entries of a vector, but for the gradients of queries and keys;
+sums stay float32. What that does to a weight is told in `taylor_chunks_tpu`.
 
 Documents: as in `taylor_recurrence`.
 
@@ -32,7 +33,8 @@ from deconstruct.kernels import gpu, taylor_fused, taylor_gpu, taylor_read_gpu, 
 from deconstruct.kernels.taylor_state_gpu import Side, State
 
 # By arithmetic, for heads of 64: a state is written, passed on and read in the time in which an
-# H200's tensor cores take 600 positions through it, and so many scores take two fifths of its time.
+# H200's tensor cores take 600 positions through it, and a chunk's own scores take two fifths of the
+# time of its state's products.
 LONGEST = 2048
 TILE = 128  # positions; chunks are whole ones
 

@@ -7,11 +7,11 @@ that change with y, are
     r_x = S_x + sum_i y_i S_ix + 1/2 sum_ij y_i y_j S_ijx,
     s_j = sum_x g_x S_jx + sum_i y_i sum_x g_x S_ijx.
 
-For r the pairs of an entry i with a tile of entries j are multiplied with their part of the state,
-each pair once. For s all of i's pairs are put together from where they lie and multiplied with g,
-twice the products of the least: to hand on each pair's change to both its entries took more
-registers than there are, by the compiler. The tensor cores round what goes into a product; sums
-stay float32.
+For r the pairs of an entry i with a tile of entries j are multiplied with their part of the state:
+each pair once, and the halves of those of one tile twice. For s all of i's pairs are put together
+from where they lie and multiplied with g, twice the products of the least: to hand on each pair's
+change to both its entries took more registers than there are, by the compiler. The tensor cores
+round what goes into a product; sums stay float32.
 
 Axes: see `taylor_state_gpu`.
 """
@@ -65,23 +65,28 @@ def slope(side: Side, state: State, chunk: int, own_BTHK, first: int) -> jax.Arr
 
 def _read(kernel, side: Side, state: State, chunk: int, first: int, given, made):
     positions, *warps_and_stages = sizes(READS, side)
-    groups, key_size = state.weight.shape[-1], side.y_BTHK.shape[-1]
-    plan = plan_of(side, groups, chunk, first, Pairs(key_size).count, positions)
+    groups = state.weight.shape[-1]
+    plan = plan_of(side, groups, chunk, first, None, positions)
     steps = plan.chunk // plan.positions
 
     def place(step, head, row):
         n = jnp.clip(step // steps - first, 0, plan.chunks - 2)
         return {"N": n, "T": step, "B": row, "G": head // plan.heads_of_group, "H": head}
 
-    blocks = {**plan.blocks, "T": plan.positions, "F": plan.pairs}
+    blocks = {**plan.blocks, "T": plan.positions, "F": plan.pairs_a_program}
     grid = plan.chunks * steps, plan.heads, len(side.y_BTHK)
     tiling = gpu.Tiling(grid, blocks, place, *warps_and_stages)
-    shared = [(side.y_BHET, "BHLT"), (side.counts_BT, "BT"), *zip(state, AXES, strict=True)]
+    shared = [(side.y_BHET, "BHET"), (side.counts_BT, "BT"), *zip(state, AXES, strict=True)]
     return gpu.call(functools.partial(kernel, plan), tiling, [*shared, *given], made)
 
 
 class _Reader(NamedTuple):
-    """A program's positions and the state that they read."""
+    """A program's positions and the state that they read.
+
+    Attributes:
+      there: 1 where there is a state, else 0: what loops over it are multiplied with.
+      counts_T: 1.0 where a position reads it, else 0.0.
+    """
 
     plan: Plan
     rows: gpu.Rows
@@ -95,33 +100,32 @@ class _Reader(NamedTuple):
         size = Pairs.TILE
 
         def step(tile, so_far):
-            y_TJ = self.entries(tile * size, size)
+            y_TJ = load(self.entries_ref.at[pl.ds(tile * size, size), :]).T
             so_far = self._add_pairs(so_far, y_TJ, tile, 0, tile)
             return self._add_pairs(so_far, 0.5 * y_TJ, tile, tile, tile + 1)  # they stand twice
 
         nothing = jnp.zeros((self.plan.positions, self.state.pairs_FW.shape[-1]), jnp.float32)
-        tiles = Pairs(self.plan.key_size).tiles
-        return jax.lax.fori_loop(0, self.there * tiles, step, nothing)
+        return jax.lax.fori_loop(0, self.there * self.plan.pairs.tiles, step, nothing)
 
     def _add_pairs(self, so_far, y_TJ, tile, first, end):
         """A tile's with the entries i of tiles from `first` up to `end`."""
-        pairs = Pairs(self.plan.key_size)
+        start, size = self.plan.pairs.start(tile), Pairs.TILE
 
         def step(number, so_far):
-            for i in range(ENTRIES_A_STEP):
-                i += number * ENTRIES_A_STEP
+            for offset in range(ENTRIES_A_STEP):
+                i = number * ENTRIES_A_STEP + offset
                 y_T = load(self.entries_ref.at[i, :])
-                at = gpu.Rows(pairs.start(tile) + i * pairs.TILE, pairs.TILE, None)
+                at = gpu.Rows(start + i * size, size, None)
                 pairs_JW = at.read(self.state.pairs_FW, self.plan.width)
                 so_far += block_product(y_TJ * y_T[:, None], pairs_JW)
             return so_far
 
-        steps = pairs.TILE // ENTRIES_A_STEP
+        steps = size // ENTRIES_A_STEP
         return jax.lax.fori_loop(first * steps, end * steps, step, so_far)
 
     def pairs_slope(self, g_TW) -> jax.Array:
         """sum_i y_i sum_x g_x S_ijx: (T, K)."""
-        keys, pairs = self.plan.keys, Pairs(self.plan.key_size)
+        keys, pairs = self.plan.keys, self.plan.pairs
         slope_TK = jnp.zeros((self.plan.positions, keys.size), jnp.float32)
 
         def step(i, so_far):
@@ -130,10 +134,6 @@ class _Reader(NamedTuple):
             return so_far + y_T[:, None] * block_product(g_TW, pairs_KW, (1, 1))
 
         return jax.lax.fori_loop(0, self.there * self.plan.key_size, step, slope_TK)
-
-    def entries(self, first, size: int) -> jax.Array:
-        """Of positions that count, else 0: (T, I)."""
-        return load(self.entries_ref.at[pl.ds(first, size), :]).T
 
     def once(self, x, contract: tuple[int, int]) -> jax.Array:
         """x S, S being the matrix of entries."""

@@ -3,8 +3,8 @@
 Of a side, queries or keys, y are its vectors and g its columns: values, or what comes from the
 output's gradient; beside them stands one more column, the weight, of ones for values. The sums over
 a chunk of 1, y_i and y_i y_j times the columns are its share of the state, which the other side
-reads (`taylor_read_gpu`). The pairs (i, j) and (j, i) are one, but where i and j are near
-(`Pairs`).
+reads (`taylor_read_gpu`). A product sums the pairs of a few entries i with a tile of entries j over
+the chunk; (i, j) and (j, i) are one pair, but where i and j are in one tile (`Pairs`).
 
 Axes: N chunks (but one), B batch, G groups, T time, H heads, K and L key size, W value size, E
 entries of a vector, filled up to a power of two in arrays that lie time last, I and J entries of
@@ -22,12 +22,11 @@ from jax.experimental.pallas.triton import load
 from deconstruct.kernels import gpu
 from deconstruct.kernels.precision import block_product
 
-# Bytes of a number -> for heads up to 64 and larger ones: products (of MADE_AT_ONCE pairs each),
-# positions at a time and warps of a program. By what the compiler says of Hopper and Ampere chips,
-# not by a clock: of bfloat16 nothing spills, and what a program fetches from the cache takes less
-# time than its products.
-SUMS = {2: ((4, 64, 4), (4, 64, 8)), 4: ((4, 32, 8), (2, 32, 8))}
-MADE_AT_ONCE = 64  # the rows that Hopper's tensor cores multiply
+# Bytes of a number -> for heads up to 64 and larger ones: pairs, positions at a time and warps of a
+# program. By what the compiler says of Hopper and Ampere chips, not by a clock: of bfloat16 nothing
+# spills, and what a program fetches from the cache takes less time than its products.
+SUMS = {2: ((256, 64, 4), (256, 64, 8)), 4: ((256, 32, 8), (128, 32, 8))}
+PAIRS_A_PRODUCT = 64  # the rows that Hopper's tensor cores multiply
 
 
 class Pairs(NamedTuple):
@@ -43,7 +42,7 @@ class Pairs(NamedTuple):
 
     key_size: int
 
-    TILE = 16  # what a tensor core sums over, at least
+    TILE = gpu.SMALLEST_SIDE
 
     @property
     def tiles(self) -> int:
@@ -55,7 +54,7 @@ class Pairs(NamedTuple):
         return self.start(self.tiles)
 
     def start(self, tile):
-        """Of the pairs whose j is in a tile."""
+        """The first row of the pairs whose j is in a tile."""
         return tile * (tile + 1) * (self.TILE**2 // 2)
 
     def rows(self, i) -> jax.Array:
@@ -111,7 +110,7 @@ class Plan(NamedTuple):
       heads, groups: of the side, and of the state.
       key_size, width: of y and of g.
       first: the chunk that the first sums are of, or that first reads a state: 0 or 1.
-      pairs: that a program makes or reads.
+      pairs_a_program: that it makes or reads.
       positions: that a program goes through at a time, or that it reads for.
     """
 
@@ -122,8 +121,12 @@ class Plan(NamedTuple):
     key_size: int
     width: int
     first: int
-    pairs: int
+    pairs_a_program: int
     positions: int
+
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs(self.key_size)
 
     @property
     def heads_of_group(self) -> int:
@@ -138,17 +141,16 @@ class Plan(NamedTuple):
     @property
     def blocks(self) -> dict[str, int]:
         key_side = gpu.side(self.key_size)
-        return {"K": key_side, "L": key_side, "W": gpu.side(self.width)}
+        return {"E": key_side, "K": key_side, "L": key_side, "W": gpu.side(self.width)}
 
 
 def sums(side: Side, groups: int, chunk: int, first: int) -> State:
     """Of all chunks but the last, or from `first` = 1 on, float32."""
-    products, positions, warps = sizes(SUMS, side)
-    all_pairs = Pairs(side.y_BTHK.shape[-1]).count
-    plan = plan_of(side, groups, chunk, first, products * MADE_AT_ONCE, positions)
+    pairs_a_program, positions, warps = sizes(SUMS, side)
+    plan = plan_of(side, groups, chunk, first, pairs_a_program, positions)
     batch, chunks = len(side.y_BTHK), plan.chunks - 1
     lead, size, width = (chunks, batch, groups), plan.key_size, plan.width
-    shapes = (width,), (size, width), (all_pairs, width), (), (size,), (size, size)
+    shapes = (width,), (size, width), (plan.pairs.count, width), (), (size,), (size, size)
     made = [((*lead, *shape), jnp.float32, axes) for shape, axes in zip(shapes, AXES, strict=True)]
     pairs = made.pop(2)
 
@@ -156,10 +158,10 @@ def sums(side: Side, groups: int, chunk: int, first: int) -> State:
         n, group = number // groups, jax.lax.rem(number, groups)
         return {"N": n, "T": n + first, "B": row, "G": group, "H": group, "F": block}
 
-    given = [(side.y_BHET, "BHLT"), (side.g_BTHW, "BTHW")]
+    given = [(side.y_BHET, "BHET"), (side.g_BTHW, "BTHW")]
     weights = [(side.weight_BHT, "BHT"), (side.counts_BT, "BT")]
-    blocks = {**plan.blocks, "T": chunk, "H": plan.heads_of_group, "F": plan.pairs}
-    grid = all_pairs // plan.pairs, chunks * groups, batch
+    blocks = {**plan.blocks, "T": chunk, "H": plan.heads_of_group, "F": pairs_a_program}
+    grid = plan.pairs.count // pairs_a_program, chunks * groups, batch
     tiling = gpu.Tiling(grid, blocks, place, warps, num_stages=2)
     (pairs_FW,) = gpu.call(functools.partial(_pairs_kernel, plan), tiling, given, [pairs])
     few = tiling._replace(grid=(1, *tiling.grid[1:]))
@@ -173,11 +175,15 @@ def sizes(table, side: Side) -> tuple[int, ...]:
     return table[side.y_BTHK.dtype.itemsize][wide]
 
 
-def plan_of(side: Side, groups: int, chunk: int, first: int, pairs: int, positions: int) -> Plan:
+def plan_of(
+    side: Side, groups: int, chunk: int, first: int, pairs_a_program: int | None, positions: int
+) -> Plan:
+    """`pairs_a_program` None: all."""
     _, length, heads, key_size = side.y_BTHK.shape
     width = side.g_BTHW.shape[-1]
     chunks, positions = length // chunk, min(positions, chunk)
-    return Plan(chunk, chunks, heads, groups, key_size, width, first, pairs, positions)
+    pairs_a_program = pairs_a_program or Pairs(key_size).count
+    return Plan(chunk, chunks, heads, groups, key_size, width, first, pairs_a_program, positions)
 
 
 def _along_chunk(plan: Plan, step, nothing):
@@ -192,26 +198,26 @@ def _along_chunk(plan: Plan, step, nothing):
 
 
 def _pairs_kernel(plan: Plan, y_ref, g_ref, pairs_ref):
-    pairs = Pairs(plan.key_size)
-    entries = MADE_AT_ONCE // pairs.TILE
-    first, tile = pairs.of(pl.program_id(0) * plan.pairs)
+    tile_size = Pairs.TILE
+    entries = PAIRS_A_PRODUCT // tile_size
+    first, tile = plan.pairs.of(pl.program_id(0) * plan.pairs_a_program)
 
     def step(head, rows: gpu.Rows, sums):
         at = pl.ds(rows.start, rows.size)
-        y_JT = load(y_ref.at[head, pl.ds(tile * pairs.TILE, pairs.TILE), at])
+        y_JT = load(y_ref.at[head, pl.ds(tile * tile_size, tile_size), at])
         g_TW = rows.read(g_ref, plan.width, between=(head,))
 
         def add(product: int, sum_FW):
             y_IT = load(y_ref.at[head, pl.ds(first + product * entries, entries), at])
-            pairs_FT = (y_IT[:, None] * y_JT[None]).reshape(MADE_AT_ONCE, rows.size)
+            pairs_FT = (y_IT[:, None] * y_JT[None]).reshape(PAIRS_A_PRODUCT, rows.size)
             return sum_FW + block_product(pairs_FT, g_TW)
 
         return tuple(add(*numbered) for numbered in enumerate(sums))
 
-    products = plan.pairs // MADE_AT_ONCE
-    nothing = jnp.zeros((MADE_AT_ONCE, pairs_ref.shape[-1]), jnp.float32)
+    products = plan.pairs_a_program // PAIRS_A_PRODUCT
+    nothing = jnp.zeros((PAIRS_A_PRODUCT, pairs_ref.shape[-1]), jnp.float32)
     for product, sum_FW in enumerate(_along_chunk(plan, step, (nothing,) * products)):
-        made = gpu.Rows(product * MADE_AT_ONCE, MADE_AT_ONCE, None)
+        made = gpu.Rows(product * PAIRS_A_PRODUCT, PAIRS_A_PRODUCT, None)
         made.write(pairs_ref, sum_FW, plan.width)
 
 
