@@ -33,8 +33,8 @@ from deconstruct.kernels.taylor_state_gpu import AXES, Pairs, Plan, Side, State,
 # registers, and spill some.
 READS = {2: ((128, 8, 3), (64, 8, 3)), 4: ((16, 4, 2), (16, 8, 2))}
 
-# That are multiplied without a branch between. By what the compiler says: with 4 two programs no
-# longer share a multiprocessor.
+# That are multiplied without a branch between. By what the compiler says: with 4, and heads of 64,
+# no two programs of `read` would fit a multiprocessor any more.
 ENTRIES_A_STEP = 2
 
 
